@@ -14,6 +14,7 @@ overflow float32.
 
 import torch
 
+from gka import validation
 from gka.autocast import without_autocast
 from gka.dispatch import BASELINES, IMPLEMENTATIONS, Implementation, choose, choose_baseline
 from gka.hiding import pack, unpack
@@ -157,6 +158,7 @@ def select_impl(
     in forward mode. For a batch of 0 always "reference". Raises ValueError if `impl` is unknown or cannot serve the
     request.
     """
+    validation.check_features("x", x)
     log_sigma = x.new_zeros(x.shape[2], dtype=torch.float32) if log_sigma is None else log_sigma
     request = gaussian_request(
         x, log_sigma, keys, values, causal, window, eps=EPS, constant_norm=constant_norm, lengths=lengths,

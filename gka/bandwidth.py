@@ -17,7 +17,8 @@ def initial_log_sigma(num_heads: int, sigma_squared: float) -> torch.Tensor:
 
     Raises ValueError if `sigma_squared` is not a positive finite number.
     """
-    if not (math.isfinite(sigma_squared) and sigma_squared > 0):
+    is_number = isinstance(sigma_squared, (int, float))
+    if not is_number or not (math.isfinite(sigma_squared) and sigma_squared > 0):
         raise ValueError(f"sigma_squared must be a positive finite number, got {sigma_squared!r}")
     return torch.full((num_heads,), 0.5 * math.log(sigma_squared), dtype=torch.float32)
 
@@ -56,7 +57,8 @@ def _fault(sigma: float, head_dim: int) -> str:
     the weight of two tokens is exp(-distance^2 / 2 sigma^2), the exponent at most 2 head_dim / sigma^2. Below
     sigma^2 = head_dim / 2e6 even tokens that differ by 1 % of the norm have an exponent beyond 100, where float32 has
     next to nothing: every token reads itself alone. Above sigma^2 = 2e4 head_dim opposite tokens weigh the same to
-    1e-4: a plain mean. Training starts at sigma^2 = sqrt(head_dim), and moves it by factors of ten, not of a thousand.
+    1e-4: a plain mean. Training starts at sigma^2 between sqrt(head_dim) and head_dim, and moves it by factors of ten,
+    not of a thousand.
     """
     if math.isnan(sigma):
         return "it is not a number"

@@ -18,7 +18,8 @@ from gka.dispatch import check_impl
 # torch.fx records each call as one node, as its tensors have no shapes and dtypes to look at.
 for name in (
     "split_heads",
-    "without_padding",
+    "packed",
+    "unpacked",
     "checked_context",
     "at_least_float32",
     "gaussian_attention",
@@ -42,8 +43,9 @@ class GaussianKernelAttention(nn.Module):
       again with head_norm; the values stay as they are. It is a Gaussian with a diagonal metric (automatic relevance
       determination: MacKay 1994, Neal 1996), for tokens whose norm has no weight per channel.
       head_offsets: not the paper's. A letter per head, tiled (`gka.offsets`): with PS half of the heads read the value
-      of the token before a match, half that of the token after it. In a sequence of tokens alone, for a token has a
-      predecessor; take head_norm with it, without which Triton has no gradients for heads with S.
+      of the token before a match, half that of the token after it. In a batch with padding every token has the one
+      before it as its predecessor, whatever lies between them. Take head_norm with it, without which Triton has no
+      gradients for heads with S.
 
     Input and output: (B, T, dim) in the weights' dtype, or autocast is on; TypeError for another dtype, ValueError for
     another shape. Expects normalised tokens (the paper's: after the block's LayerNorm). `.bfloat16()` and `.half()`
@@ -77,8 +79,10 @@ class GaussianKernelAttention(nn.Module):
         self.causal, self.window, self.head_norm, self.impl = causal, window, head_norm, impl
         self.log_sigma = nn.Parameter(initial_log_sigma(num_heads, self.sigma_squared))
         self.log_scale = nn.Parameter(torch.zeros(dim)) if channel_bandwidths else None
-        self.head_offsets = head_offsets
-        self.offsets = offsets.head_offsets(offsets.delays_of(head_offsets), num_heads)
+        pattern = offsets.delays_of(head_offsets)
+        if len(pattern) > num_heads:
+            raise ValueError(f"head_offsets {head_offsets} has {len(pattern)} letters but there are {num_heads} heads")
+        self.head_offsets, self.offsets = head_offsets, offsets.head_offsets(pattern, num_heads)
         self.proj = nn.Linear(dim, dim, bias=bias)
 
     def reset_parameters(self) -> None:
@@ -103,31 +107,64 @@ class GaussianKernelAttention(nn.Module):
 
         key_padding_mask, attn_mask: as in `gaussian_attention`; padding of x, or of the context. For padded tokens of x
         W_O's bias comes out. is_causal: for this call, as timm's blocks say it. need_weights: return W too, (B, H, T,
-        Tk), which is built in O(T * Tk) memory.
+        Tk), which is built in O(T * Tk) memory; with head offsets column j is what is read of slot j (`gka.offsets`).
         """
-        own = context is None and self.offsets is not None  # queries that are not the slots' keys, over the same tokens
-        if own and key_padding_mask is not None:
-            x = without_padding(x, key_padding_mask, self.dim)
+        if self.offsets is not None and key_padding_mask is not None:
+            return self._packed(x, context, key_padding_mask, attn_mask, is_causal, need_weights)
+        hidden = dict(key_padding_mask=key_padding_mask, attn_mask=attn_mask)
+        y, weights = self._mixed(x, context, is_causal=is_causal, need_weights=need_weights, hidden=hidden)
+        y = self.proj(y.flatten(-2))
+        return y if weights is None else (y, weights)
+
+    def _mixed(
+        self,
+        x: torch.Tensor,
+        context: torch.Tensor | None,
+        *,
+        is_causal: bool,
+        need_weights: bool,
+        hidden: dict[str, torch.Tensor | None],
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """(y of every head, (B, T, H, D); W if it is needed). hidden: what hides tokens beside causal and window."""
         features, values = self._features_and_values("x", x)
-        keys = features if own else None
+        keys = None
         if context is not None:
             keys, values = self._features_and_values("context", checked_context(context, x, self.dim))
         if self.offsets is not None:
-            keys, values = self.offsets(keys, values, key_padding_mask)
-        mask: dict[str, Any] = dict(
-            keys=keys,
-            causal=self.causal or is_causal,
-            window=self.window,
-            key_padding_mask=key_padding_mask,
-            attn_mask=attn_mask,
-        )
+            keys, values = self.offsets(features if keys is None else keys, values)
+        mask: dict[str, Any] = dict(keys=keys, causal=self.causal or is_causal, window=self.window, **hidden)
         log_sigma = at_least_float32(self.log_sigma)
         apart = values if self.log_scale is not None or self.offsets is not None else None
         y = gaussian_attention(features, log_sigma, values=apart, constant_norm=self.head_norm, impl=self.impl, **mask)
-        if own and key_padding_mask is not None:
-            y = y.masked_fill(key_padding_mask[..., None, None], 0)
-        y = self.proj(y.flatten(-2))
-        return (y, gaussian_weights(features, log_sigma, **mask)) if need_weights else y
+        return y, gaussian_weights(features, log_sigma, **mask) if need_weights else None
+
+    def _packed(
+        self,
+        x: torch.Tensor,
+        context: torch.Tensor | None,
+        padding: torch.Tensor,
+        attn_mask: torch.Tensor | None,
+        is_causal: bool,
+        need_weights: bool,
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        """`forward` with head offsets and padding: the tokens are put one after another, so that each has the token
+        before it as its predecessor. Under a causal mask no token then sees padding.
+        """
+        own, causal = context is None, self.causal or is_causal
+        if not own and (causal or self.window is not None):
+            raise ValueError("head_offsets with a padded context need a layer that is not causal and has no window")
+        tokens, order, attn_mask = packed(x, context, padding, attn_mask, self.dim, self.num_heads)
+        lengths = None if own and causal else (~padding).sum(1)
+        hidden = dict(lengths=lengths, attn_mask=attn_mask)
+        y, weights = self._mixed(
+            tokens if own else x, None if own else tokens, is_causal=is_causal, need_weights=need_weights, hidden=hidden
+        )
+        y = self.proj(unpacked(y.flatten(-2), order, padding) if own else y.flatten(-2))
+        if weights is None:
+            return y
+        weights = unpacked(weights.transpose(1, 3), order, padding)  # (B, Tk, Tq, H)
+        weights = unpacked(weights.transpose(1, 2), order, padding) if own else weights.transpose(1, 2)
+        return y, weights.permute(0, 3, 1, 2)
 
     def _features_and_values(self, name: str, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         values = self._normalised(split_heads(name, x, self.dim, self.num_heads, weight_of(self.proj)))
@@ -147,7 +184,10 @@ class GaussianKernelAttention(nn.Module):
         never "auto".
         """
         x = self.proj.weight.new_empty((1, num_tokens, self.num_heads, self.head_dim), requires_grad=True)
-        return select_impl(x, causal=self.causal, window=self.window, constant_norm=self.head_norm, impl=self.impl)
+        keys = None if self.offsets is None else torch.empty_like(x)
+        return select_impl(
+            x, keys=keys, causal=self.causal, window=self.window, constant_norm=self.head_norm, impl=self.impl
+        )
 
     @property
     def channel_bandwidths(self) -> bool:
@@ -183,11 +223,43 @@ def split_heads(name: str, x: torch.Tensor, dim: int, num_heads: int, weight: to
     return x.unflatten(-1, (num_heads, dim // num_heads))
 
 
-def without_padding(x: torch.Tensor, key_padding_mask: torch.Tensor, dim: int) -> torch.Tensor:
-    """x, (B, T, dim), with zeros where there is no token. Raises TypeError or ValueError for another x or mask."""
-    heads = split_heads("x", x, dim, 1, None)
-    validation.check_hidden(heads, x.shape[1], None, key_padding_mask, None)
-    return x.masked_fill(key_padding_mask[..., None], 0)
+def packed(
+    x: torch.Tensor,
+    context: torch.Tensor | None,
+    padding: torch.Tensor,
+    attn_mask: torch.Tensor | None,
+    dim: int,
+    num_heads: int,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """(The context, or x without one, with the tokens in front and zeros behind them; the order of its places, (B, Tk);
+    the attn_mask for it.)
+
+    Raises TypeError or ValueError for features or masks of another form.
+    """
+    queries = split_heads("x", x, dim, num_heads, None)
+    tokens = x if context is None else checked_context(context, x, dim)
+    validation.check_hidden(queries, tokens.shape[1], None, padding, attn_mask)
+    order = padding.to(torch.int8).argsort(dim=1, stable=True)
+    tokens = rows_of(tokens.masked_fill(padding[..., None], 0), order)
+    if attn_mask is not None:
+        batch, num_keys = order.shape
+        attn_mask = attn_mask[(None,) * (4 - attn_mask.dim())].expand(batch, -1, queries.shape[1], num_keys)
+        attn_mask = attn_mask.gather(3, order[:, None, None].expand(attn_mask.shape))
+        if context is None:
+            attn_mask = attn_mask.gather(2, order[:, None, :, None].expand(attn_mask.shape))
+    return tokens, order, attn_mask
+
+
+def rows_of(t: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
+    """t, (B, T, ...), with each sequence in that order, (B, T). Whole rows are copied, which gather would not do."""
+    first = torch.arange(len(t), device=t.device)[:, None] * t.shape[1]
+    return t.flatten(0, 1).index_select(0, (first + order).flatten()).view(t.shape)
+
+
+def unpacked(t: torch.Tensor, order: torch.Tensor, padding: torch.Tensor) -> torch.Tensor:
+    """t, (B, T, ...), with its packed tokens in their own places, and zeros where there is none."""
+    hidden = padding.view(*padding.shape, *(1,) * (t.dim() - 2))
+    return rows_of(t, order.argsort(dim=1)).masked_fill(hidden, 0)
 
 
 def checked_context(context: torch.Tensor, x: torch.Tensor, dim: int) -> torch.Tensor:

@@ -37,19 +37,13 @@ class HeadOffsets(nn.Module):
         self.key_delays, self.value_delays = zip(*tiled)
         self.reach, self.moves_keys = max(self.key_delays + self.value_delays), any(self.key_delays)
 
-    def forward(
-        self, keys: torch.Tensor, values: torch.Tensor, padding: torch.Tensor | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The keys and values of n slots, of those of n tokens, (B, n, H, D) each.
-
-        padding: (B, n), True where there is no token; no slot takes anything from there.
-        """
-        values = later(values, self.value_delays, self.period, padding)
-        return later(keys, self.key_delays, self.period, padding), values
+    def forward(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The keys and values of n slots, of those of n tokens, (B, n, H, D) each."""
+        return later(keys, self.key_delays, self.period), later(values, self.value_delays, self.period)
 
 
 @torch.fx.wrap  # one node: it assigns to slices
-def later(x: torch.Tensor, delays: Sequence[int], period: int, padding: torch.Tensor | None) -> torch.Tensor:
+def later(x: torch.Tensor, delays: Sequence[int], period: int) -> torch.Tensor:
     """Every head as late as it is, (B, n, H, D); token 0 fills the places before."""
     if not any(delays):
         return x
@@ -59,10 +53,7 @@ def later(x: torch.Tensor, delays: Sequence[int], period: int, padding: torch.Te
         if tokens > 1:
             moved[:, 1:tokens, heads] = x[:, :1, heads]
         if tokens:
-            earlier = x[:, :-tokens, heads]
-            if padding is not None:
-                earlier = torch.where(padding[:, :-tokens, None, None], x[:, tokens:, heads], earlier)
-            moved[:, tokens:, heads] = earlier
+            moved[:, tokens:, heads] = x[:, :-tokens, heads]
     return moved
 
 

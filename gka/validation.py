@@ -59,9 +59,8 @@ def check_hidden(x: torch.Tensor, num_keys: int, lengths: object, key_padding_ma
         if readable(given) and not all(0 <= n <= num_keys for n in given.tolist()):
             raise ValueError(f"lengths must be from 0 to the number of keys, {num_keys}, got {given.tolist()}")
     if key_padding_mask is not None:
-        given = _tensor_like(
-            "key_padding_mask", key_padding_mask, x, "(B, Tk)", (torch.bool,), "bool, True for padding"
-        )
+        said = "bool, True for padding (of a mask that is 1 for tokens, ~mask.bool())"
+        given = _tensor_like("key_padding_mask", key_padding_mask, x, "(B, Tk)", (torch.bool,), said)
         if tuple(given.shape) != (batch, num_keys):
             expected = f"(B, Tk) = ({batch}, {num_keys})"
             raise ValueError(f"key_padding_mask must have shape {expected}, got {tuple(given.shape)}")
@@ -120,6 +119,7 @@ def readable(t: torch.Tensor) -> bool:
     return (
         t.device.type == "cpu"
         and not torch.compiler.is_compiling()
+        and not torch.jit.is_tracing()
         and not torch._C._functorch.is_functorch_wrapped_tensor(t)
         and not isinstance(t, torch._subclasses.FakeTensor)
     )

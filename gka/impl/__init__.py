@@ -1,1 +1,1 @@
-"""Implementations of the operator, one file each. They never import one another; `api.py` chooses."""
+"""Implementations of the operator, a file or a folder each. They never import one another; `dispatch` chooses."""

@@ -23,7 +23,7 @@ class AttentionLayer(Protocol):
 
 
 class Context:
-    """B whole sequences, from their first token on. Subclasses: `cache.KVCache` and `core_metric.PromptTree`.
+    """B whole sequences, from their first token on. Subclasses, such as `cache.KVCache`, keep or choose tokens.
 
     positions: where the tokens stand, a slice of T for all rows or (B, T). longest: one more than the last position.
     """

@@ -1,4 +1,4 @@
-"""The fused Triton kernels: op -> launch -> forward | head | backward -> tiles, configs. op and launch share shapes."""
+"""The fused Triton kernels: op -> launch -> forward | backward -> tiles, configs. op and launch share shapes."""
 
 from gka.impl.triton.op import SERVES, gaussian, unavailable
 
