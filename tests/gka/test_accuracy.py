@@ -214,11 +214,3 @@ def test_an_outlier_first_token_does_not_hurt_the_others(impl):
     got, plain, want = (result.y[:, 1:] for result in (*results, testing.oracle(problem)))
     floor = testing.exponent_ulp(replace(problem, x=problem.x[:, 1:]))
     assert testing.error(got, want) <= 2 * testing.error(plain, want) + floor
-
-
-def test_eps_is_worth_at_most_its_own_size():
-    x, log_sigma = testing.make_features("normal", (1, 63, 2, 16), torch.float64), make_log_sigma(2, 16).double()
-    with_eps, without = (
-        gaussian_attention(x, log_sigma, causal=True, eps=eps, impl="reference") for eps in (1e-6, 0.0)
-    )
-    assert 0 < testing.error(with_eps, without) <= 1e-6

@@ -358,9 +358,3 @@ def test_what_it_cannot_serve_is_said_once_and_goes_to_sdpa(caplog):
     assert [record.message for record in caplog.records] == [
         'gka: impl="auto" takes sdpa: cpu needs head_dim <= 128, got 136'
     ]
-
-
-def test_lost_exponents_are_warned_of():
-    x = make_features("normal", (1, 20, 2, 16)) + 1000
-    with pytest.warns(UserWarning, match="so long, measured in sigma"):
-        attend(x, torch.zeros(2), causal=True)

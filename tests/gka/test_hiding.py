@@ -249,6 +249,7 @@ def test_masks_and_padding_combine():
 def test_auto_takes_what_serves():
     x = torch.zeros(2, 12, 2, 16)
     lengths, anywhere = torch.tensor([12, 7]), torch.tensor([[True] + [False] * 11] * 2)
+    assert (select_impl(x), select_impl(x.double())) == (AUTO_ON_CPU, "sdpa")
     assert select_impl(x, lengths=lengths) == select_impl(x, key_padding_mask=anywhere) == AUTO_ON_CPU
     assert select_impl(x, lengths=lengths, impl="triton") == "triton" or DEVICE == "cuda"
     assert select_impl(x, attn_mask=torch.ones(12, 12, dtype=torch.bool)) == "sdpa"
@@ -374,7 +375,6 @@ def random_case_is_wrong(seed):
         except ValueError:
             continue
     impl = draw.choice(serving)
-    eps = 1e-6 if IMPLEMENTATIONS[impl].SERVES.applies_eps else 0.0
     spoilt = problem
     if garbage is not None:
         tensors = {name: getattr(problem, name) for name in names}
@@ -387,7 +387,7 @@ def random_case_is_wrong(seed):
         return STRIDES[strides["y"]](y)
 
     try:
-        check(replace(problem, eps=eps), padding, testing.run(route, spoilt).named())
+        check(replace(problem, eps=eps_of(impl)), padding, testing.run(route, spoilt).named())
     except Exception as error:
         shape, about = tuple(problem.x.shape), f"{impl}, {problem.x.dtype}, garbage {garbage}, {strides}, {options}"
         return f"seed {seed}: {type(error).__name__}: {error}: {shape}, keys {problem.keys is not None}, {about}"

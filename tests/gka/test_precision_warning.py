@@ -11,6 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from gka import gaussian_attention
+from operator_cases import CPU
 
 
 def warned(*, log_sigma=0.0, offset=0.0, dtype=torch.float32, impl="sdpa", causal=True, times=1):
@@ -24,7 +25,7 @@ def warned(*, log_sigma=0.0, offset=0.0, dtype=torch.float32, impl="sdpa", causa
     return [str(w.message) for w in ours], [w.filename for w in ours]
 
 
-@pytest.mark.parametrize("impl", ["sdpa", "flex"])
+@pytest.mark.parametrize("impl", [CPU, "sdpa", "flex"])
 def test_features_that_float32_cannot_resolve_are_warned_of_once(impl):
     for lost in (dict(log_sigma=math.log(1e-3)), dict(offset=300.0), dict(offset=300.0, dtype=torch.bfloat16)):
         messages, files = warned(impl=impl, times=3, **lost)

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import triton
 
-from gka.impl.triton.resources import GOLDEN, VERSION, Resources, header, shipped, sources
+from gka.impl.triton.resources import GOLDEN, VERSION, Resources, header, shipped
 
 
 def compiled(*flags):
@@ -48,14 +48,6 @@ def test_every_shipped_configuration_fits_its_device():
         return
     got = compiled()
     assert got[1:] == golden[1:] or not golden[0].startswith(VERSION)
-
-
-@pytest.mark.parametrize("name,listed", [("tiles.py", True), ("bandwidth.py", True), ("tune.py", False)])
-def test_another_source_is_another_list(name, listed, monkeypatch):
-    """Of the files that are compiled or choose what is; the others may change."""
-    own, read = sources(), Path.read_text
-    monkeypatch.setattr(Path, "read_text", lambda path: read(path) + "more = 1\n" * (path.name == name))
-    assert (sources() != own) == listed
 
 
 def test_a_configuration_that_breaks_a_limit_is_named():
