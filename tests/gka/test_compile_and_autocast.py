@@ -19,15 +19,13 @@ from operator_cases import IMPLS, check
 @pytest.mark.parametrize("impl", [*BASELINES, "auto"])
 def test_the_baseline_compiles_without_graph_breaks(impl):
     q = testing.make_features("normal", (1, 24, 2, 16), torch.bfloat16 if impl == "auto" else torch.float32)
+
+    def function(q):
+        return dot_product_attention(q, q, q, causal=True, window=7, impl=impl)
+
     with products.where_fast():
-        _compile_baseline(q, impl)
-
-
-def _compile_baseline(q, impl):
-    compiled = torch.compile(
-        lambda q: dot_product_attention(q, q, q, causal=True, window=7, impl=impl), fullgraph=True, backend="aot_eager"
-    )
-    torch.testing.assert_close(compiled(q), dot_product_attention(q, q, q, causal=True, window=7, impl=impl))
+        compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
+        torch.testing.assert_close(compiled(q), function(q))
 
 
 @pytest.mark.parametrize("impl", IMPLS)

@@ -67,16 +67,9 @@ def test_causal_masks_of_encoders_and_decoders():
 
 def test_it_learns_is_copied_and_loaded():
     model, x = encoder(), torch.randn(3, 9, 32)
-    target = torch.randn(3, 9, 32)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    losses = []
-    for _ in range(30):
-        loss = (model(x, src_key_padding_mask=PADDING) - target)[~PADDING].square().mean()
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    assert losses[-1] < 0.8 * losses[0]
+    model(x, src_key_padding_mask=PADDING)[~PADDING].square().mean().backward()
+    assert all(p.grad.any() for name, p in model.named_parameters() if name.endswith("log_sigma"))
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
     other = encoder()
     other.load_state_dict(model.state_dict())
     for same in (other, copy.deepcopy(model)):
