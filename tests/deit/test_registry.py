@@ -222,31 +222,11 @@ def test_checkpoint_of_another_size(kind, tmp_path):
             torch.testing.assert_close(value, want[name], rtol=0, atol=0, msg=name)
 
 
-def facebook_checkpoint(path, depth=12, dim=192, classes=1000, tokens=197):
-    """A file filled at random, with the names and shapes of the weights that facebookresearch/deit published."""
-
-    def linear(name, outputs, inputs):
-        return {f"{name}.weight": (outputs, inputs), f"{name}.bias": (outputs,)}
-
-    def norm(name):
-        return {f"{name}.weight": (dim,), f"{name}.bias": (dim,)}
-
-    shapes = {"cls_token": (1, 1, dim), "pos_embed": (1, tokens, dim)}
-    shapes |= {"patch_embed.proj.weight": (dim, 3, 16, 16), "patch_embed.proj.bias": (dim,)}
-    for i in range(depth):
-        b = f"blocks.{i}"
-        shapes |= norm(f"{b}.norm1") | linear(f"{b}.attn.qkv", 3 * dim, dim) | linear(f"{b}.attn.proj", dim, dim)
-        shapes |= norm(f"{b}.norm2") | linear(f"{b}.mlp.fc1", 4 * dim, dim) | linear(f"{b}.mlp.fc2", dim, 4 * dim)
-    shapes |= norm("norm") | linear("head", classes, dim)
-    state = {name: 0.02 * torch.randn(shape) for name, shape in shapes.items()}
-    torch.save({"model": state}, path)
-    return state
-
-
 def test_softmax_model_is_timms_own(tmp_path):
-    """Importing deit_gka replaces neither timm's models nor its attention; Facebook's files load bit for bit."""
+    """Importing deit_gka replaces neither timm's models nor its attention; files of DeiT's load bit for bit."""
     path = str(tmp_path / "deit_tiny_patch16_224-a1311bcf.pth")
-    state = facebook_checkpoint(path)
+    state = timm.models.VisionTransformer(embed_dim=192, num_heads=3).state_dict()
+    torch.save({"model": state}, path)
     assert timm.model_entrypoint(SOFTMAX).__module__ == "timm.models.deit"
     for how in (
         dict(attn_layer="attn", checkpoint_path=path),

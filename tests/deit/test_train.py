@@ -215,7 +215,6 @@ def test_weights_and_gradients_that_are_not_finite_end_the_run(pictures, tmp_pat
 # Mistakes
 
 MISTAKES = {
-    "--lr 0.1": r"--lr is 0.1 but the run in .* has 0.2; use its value, or another --model-tag",
     "--model-tag new --model deit_tiny_gke_patch16_224": (
         r"no model 'deit_tiny_gke_patch16_224'; did you mean .*deit_tiny_gka_patch16_224"
     ),
