@@ -11,20 +11,12 @@ import tiny_vision
 from vision_runs import TRAIN, flags
 
 
-@pytest.fixture
-def explicit():
-    """timm's switch for attention that builds W; models built in the test take that path."""
-    timm.layers.set_fused_attn(False)
-    yield
-    timm.layers.set_fused_attn(True)
-
-
 @pytest.fixture(params=[True, False], ids=["fused", "explicit"])
 def fused(request):
-    """Whether layers take the fused path; both are tried."""
-    if not request.param:
-        request.getfixturevalue("explicit")
-    return request.param
+    """Whether models that are built in the test take the fused path, or one that builds W: timm's switch, both ways."""
+    timm.layers.set_fused_attn(request.param)
+    yield request.param
+    timm.layers.set_fused_attn(True)
 
 
 @pytest.fixture

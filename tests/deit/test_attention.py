@@ -127,7 +127,7 @@ def check(layer, x, visible=ALL_VISIBLE, holder=None, eps=0.0, **call):
         assert wrong is None, wrong
 
 
-def applied_eps(kind, fused=True):
+def applied_eps(kind, fused):
     """The explicit path of GKA and the CPU kernel add the paper's epsilon to row sums of at least 1."""
     return EPS if kind == "gka" and (not fused or AUTO_ON_CPU == "cpu") else 0.0
 
@@ -262,14 +262,9 @@ def check_offsets(model, pattern, eps):
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("kind", ATTENTION)
-def test_heads_hold_the_values_of_their_neighbours(kind, layout):
+def test_heads_hold_the_values_of_their_neighbours(kind, layout, fused):
     pattern, settings = LAYOUTS[layout]
-    check_offsets(small(attention=kind, spatial_offsets=pattern, **settings), pattern, applied_eps(kind))
-
-
-@pytest.mark.parametrize("kind", ATTENTION)
-def test_the_path_that_builds_w_has_offsets(kind, explicit):
-    check_offsets(small(attention=kind, spatial_offsets="LUD", img_size=48), "LUD", applied_eps(kind, fused=False))
+    check_offsets(small(attention=kind, spatial_offsets=pattern, **settings), pattern, applied_eps(kind, fused))
 
 
 def test_another_grid_is_followed_or_refused():

@@ -14,20 +14,18 @@ from deit_gka.figures.matrices import off_diagonal, subsample
 from deit_gka.figures.measures import Tokens, attended_distance, diagonal_mass, entropy, median_distance
 from deit_gka.figures.patch_to_patch import query_distances, query_maps
 from deit_gka.figures.rollout import LEAST_SHARE, largest_ratio, on_patches, rollout
-from deit_gka.figures.sheet import Subject, coloured, from_zero, smooth_map
-from deit_gka.figures.subjects import Drawn, of_timm, subjects_of
-from deit_gka.model.checkpoints import build
+from deit_gka.figures.sheet import coloured, from_zero, smooth_map
+from deit_gka.figures.subjects import of_timm, subjects_of
 from figure_runs import GKA, SOFTMAX, TINY, tiny_subjects
 from tiny_vision import photo
 
-SMALL = dict(embed_dim=16, depth=2, num_heads=2, patch_size=4, img_size=[8, 12])
-NO_CLASS = dict(attn_layer="gka", class_token=False, global_pool="avg")
+NO_CLASS = ("attn_layer=gka", "class_token=False", "global_pool=avg")
 LAYOUTS = {
-    "class": (GKA, {}, Tokens((2, 3), (4, 4), 1, True)),
-    "distilled": ("deit_tiny_gka_distilled_patch16_224", {}, Tokens((2, 3), (4, 4), 2, True)),
-    "registers": (GKA, dict(reg_tokens=4), Tokens((2, 3), (4, 4), 5, True)),
+    "class": (GKA, (), Tokens((2, 3), (4, 4), 1, True)),
+    "distilled": ("deit_tiny_gka_distilled_patch16_224", (), Tokens((2, 3), (4, 4), 2, True)),
+    "registers": (GKA, ("reg_tokens=4",), Tokens((2, 3), (4, 4), 5, True)),
     "none": ("vit_tiny_patch16_224", NO_CLASS, Tokens((2, 3), (4, 4), 0, False)),
-    "registers alone": ("vit_tiny_patch16_224", dict(NO_CLASS, reg_tokens=2), Tokens((2, 3), (4, 4), 2, False)),
+    "registers alone": ("vit_tiny_patch16_224", (*NO_CLASS, "reg_tokens=2"), Tokens((2, 3), (4, 4), 2, False)),
 }
 
 
@@ -35,17 +33,12 @@ def random_weights(*shape: int) -> torch.Tensor:
     return (2 * torch.randn(*shape)).softmax(-1)
 
 
-def subject_of(name: str, **settings) -> Subject:
-    model = build(name, **{**SMALL, **settings})
-    return subjects_of(Drawn("tiny", "tiny", model, {"crop_pct": 1.0}), {"stripes": photo(0)})[0]
-
-
 # Tokens
 
 
 @pytest.mark.parametrize("name, settings, expected", LAYOUTS.values(), ids=LAYOUTS)
 def test_tokens_before_the_patches_are_counted(name, settings, expected):
-    subject = subject_of(name, **settings)
+    (subject,) = tiny_subjects(name, "img_size=[8,12]", *settings)
     tokens, weights = subject.tokens, subject.layers[0].weights
     assert tokens == expected and tokens.count == weights.shape[-1]
     read = weights[:, 0] if tokens.has_class else weights[:, tokens.prefix :].mean(1)
@@ -139,7 +132,7 @@ def test_widths_of_the_identity_and_of_uniform_attention():
 def test_bandwidths_are_relative_to_the_median_distance_of_different_tokens():
     features = torch.tensor([[0.0], [1.0], [3.0]])[:, None] * torch.tensor([1.0, 10.0])[:, None]
     torch.testing.assert_close(median_distance(features), torch.tensor([2.0, 20.0]))
-    subject = subject_of(GKA, attention="GA")
+    (subject,) = tiny_subjects(GKA, "attention=GA")
     relative = relative_bandwidths(subject)
     first = subject.layers[0]
     np.testing.assert_allclose(relative[0], (first.sigma / median_distance(first.features)).numpy())

@@ -32,18 +32,11 @@ FAMILIES = {
 
 
 def build(name: str, **settings) -> nn.Module:
-    torch.manual_seed(0)
     model = timm.create_model(name, **{**TINY, **settings})
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(0.1 * torch.randn_like(parameter))  # biases and relative positions begin as zeros
     return model
-
-
-@pytest.fixture
-def images() -> torch.Tensor:
-    torch.manual_seed(1)
-    return torch.randn(2, 3, SIZE, SIZE)
 
 
 def hooks_of(model):

@@ -5,15 +5,9 @@ import math
 import pytest
 import torch
 
-from deit_gka.model.checkpoints import build
 from deit_gka.recipe import Recipe
 from deit_gka.training.optim import make_average, make_optimizer, make_schedule
-from tiny_vision import SHAPE, SIZE
-
-
-def micro(**settings):
-    torch.manual_seed(3)
-    return build("deit_tiny_gka_patch16_224", 5, SIZE, **SHAPE, **settings)
+from digit_runs import micro
 
 
 def test_learning_rates_are_the_papers():
@@ -55,7 +49,7 @@ def test_weight_decay_groups_and_every_parameter_learns():
     }
     assert spared < decays.keys() - weights
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    model(torch.randn(4, 3, SIZE, SIZE)).square().sum().backward()
+    model(torch.randn(4, 3, 32, 32)).square().sum().backward()
     optimizer.step()
     assert all(not torch.equal(p, before[name]) for name, p in model.named_parameters() if name != "cls_token")
 
