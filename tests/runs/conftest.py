@@ -4,15 +4,13 @@ import os
 import shlex
 import shutil
 import subprocess
-from pathlib import Path
 
 import pytest
 
 from makefile import LAUNCHER, SETTINGS
 from runs import make as launcher
 from runs.settings import read
-
-ROOT = Path(__file__).resolve().parents[2]
+from sources import ROOT
 
 
 @pytest.fixture

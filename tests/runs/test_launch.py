@@ -4,14 +4,13 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 
 from runs import launch
+from sources import ROOT
 from trainkit_gka.cli import UserError
 
-ROOT = Path(__file__).resolve().parents[2]
 TRAINER = """
 import signal, sys, time
 for number in (signal.SIGTERM, signal.SIGHUP):

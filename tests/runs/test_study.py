@@ -33,12 +33,14 @@ HANG_AFTER = processes.HANG_AFTER
 RESULTS = Path(__file__).parents[2] / "runs/results/study"
 
 
-@pytest.fixture(autouse=True)
-def tiny_grid(monkeypatch):
-    monkeypatch.setattr("runs.study.trials.SAVE_EVERY", 64 * 5)
-    monkeypatch.setitem(GROUPS, "tiny", lambda done: [TINY])
-    monkeypatch.setitem(GROUPS, "refused", lambda done: [REFUSED])
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+@pytest.fixture(autouse=True, scope="module")
+def tiny_grid():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("runs.study.trials.SAVE_EVERY", 64 * 5)
+        patch.setitem(GROUPS, "tiny", lambda done: [TINY])
+        patch.setitem(GROUPS, "refused", lambda done: [REFUSED])
+        patch.setenv("OMP_NUM_THREADS", "1")
+        yield
 
 
 def study(packed, folder, *groups, **settings):
@@ -68,12 +70,8 @@ def disturb(one, trainings, act, at_step):
 def trained(packed, tmp_path_factory):
     """A study whose one trial is finished and whose other trial is refused by the trainer."""
     folder = tmp_path_factory.mktemp("study")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("runs.study.trials.SAVE_EVERY", 64 * 5)
-        patch.setitem(GROUPS, "tiny", lambda done: [TINY])
-        patch.setitem(GROUPS, "refused", lambda done: [REFUSED])
-        one = study(packed, folder, "tiny", "refused", retry_failed=True)
-        assert Trainings(one, at_once=2, threads=1, device_type="cpu").run()  # it ends: a failed trial is tried once
+    one = study(packed, folder, "tiny", "refused", retry_failed=True)
+    assert Trainings(one, at_once=2, threads=1, device_type="cpu").run()  # it ends: a failed trial is tried once
     return folder
 
 
