@@ -10,7 +10,7 @@ import torch
 import tiny
 from nanochat_gka.generation.engine import Continuation, Engine
 from nanochat_gka.generation.sampling import Sampling, pick, truncate
-from tiny_gpt import SHAPE, VARIANTS, awake
+from tiny_gpt import SHAPE, VARIANTS, awake, greedy
 
 
 @pytest.fixture(scope="module")
@@ -45,11 +45,8 @@ def test_prompts_and_samples_are_independent(variant, tokenizer):
 
 
 def test_greedy_is_repeated_argmax(model, tokenizer):
-    start = ids = [tokenizer.bos_id, *tokenizer.encode("the kernel")]
-    with torch.inference_mode():
-        while len(ids) < len(start) + 20 and (len(ids) == len(start) or ids[-1] != tokenizer.bos_id):
-            ids = [*ids, model(torch.tensor([ids]))[0, -1].argmax().item()]
-    want = tokenizer.decode(ids[len(start) :]).removesuffix("<|bos|>")
+    ids = [tokenizer.bos_id, *tokenizer.encode("the kernel")]
+    want = tokenizer.decode(greedy(model, ids, 20, tokenizer.bos_id))
     engine = Engine(model, tokenizer)
     assert engine.complete(["the kernel"], Sampling(max_tokens=20, temperature=0)) == [[want]]
     assert engine.complete(["the kernel"], Sampling(max_tokens=20, top_k=1, seed=9)) == [[want]]

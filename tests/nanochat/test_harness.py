@@ -13,7 +13,7 @@ import harness_command
 import tiny
 from nanochat_gka.data.tokenizer import Tokenizer
 from nanochat_gka.model.checkpoints import export, load
-from tiny_gpt import SHAPE, awake, write_run
+from tiny_gpt import SHAPE, awake, greedy, write_run
 
 transformers.utils.logging.disable_progress_bar()
 
@@ -76,15 +76,6 @@ def nats(model, prompt, start):
     return torch.nn.functional.cross_entropy(logits, targets, reduction="sum").item()
 
 
-def greedy(model, tokenizer, ids, count):
-    """The most likely text, one pass without a cache for every token."""
-    start = len(ids)
-    while len(ids) < start + count and (len(ids) == start or ids[-1] < tokenizer.bos_id):
-        with torch.inference_mode():
-            ids = [*ids, int(model(torch.tensor([ids]))[0, -1].argmax())]
-    return tokenizer.decode([token for token in ids[start:] if token < tokenizer.bos_id])
-
-
 @pytest.fixture
 def call(world, tmp_path, monkeypatch):
     """The command on the world's tasks, or those given as text by name; returns the samples and the results."""
@@ -126,7 +117,8 @@ def test_harness_scores_equal_a_plain_computation(world, call):
             assert float(response[0]) == pytest.approx(-nats(model, prompt[-limit:], start), rel=1e-5)
     for doc, sample in zip(docs, samples["generate"]):
         ids = [tokenizer.bos_id, *tokenizer.encode(doc["query"])][-(64 - 12) :]
-        assert sample["resps"][0][0] == greedy(model, tokenizer, ids, 12).partition("e")[0]
+        text = tokenizer.decode(greedy(model, ids, 12, tokenizer.bos_id))
+        assert sample["resps"][0][0] == text.partition("e")[0]
     for doc in docs:
         ids = [tokenizer.bos_id, *tokenizer.encode(doc["query"])]
         for first in range(1, len(ids), 64):

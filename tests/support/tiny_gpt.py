@@ -48,6 +48,18 @@ def awake(config: GPTConfig, seed: int = 0) -> GPT:
     return model
 
 
+@torch.inference_mode()
+def greedy(model: GPT, ids: list[int], count: int, end: int) -> list[int]:
+    """The likeliest tokens after `ids`: a pass without a cache for each, up to the first that is `end` or more."""
+    tokens: list[int] = []
+    while len(tokens) < count:
+        token = int(model(torch.tensor([[*ids, *tokens]]))[0, -1].argmax())
+        if token >= end:
+            break
+        tokens.append(token)
+    return tokens
+
+
 def write_run(folder: Path, model: GPT, tokenizer_folder: Path, step: int = 7) -> Path:
     """A run folder with one checkpoint of `model`, as the trainer writes it."""
     state = {
