@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 
 import tiny
-from hub import Hub, environment
+from hub import Hub, environment, impatient
 from nanochat_gka import corpus
 from nanochat_gka.data import SPLITS
 from nanochat_gka.data.corpora import ParquetCorpus
@@ -77,18 +77,11 @@ def test_same_command_continues_a_broken_download(hub, tmp_path, capsys):
     assert not hub.gets and downloaded(out) == hub.files
 
 
-IMPATIENT = """
-import runpy, time
-time.sleep = lambda seconds: None
-runpy.run_module("nanochat_gka.corpus", run_name="__main__", alter_sys=True)
-"""
-
-
 def test_an_unreachable_hub_says_what_to_do(tmp_path):
     """The hub's client waits for 23 s between its attempts to reach a port without a listener; here it does not."""
     with socket.socket() as silent:
         silent.bind(("127.0.0.1", 0))
-        done = tiny.finish(start_fineweb(silent.getsockname()[1], tmp_path, "-c", IMPATIENT))
+        done = tiny.finish(start_fineweb(silent.getsockname()[1], tmp_path, *impatient("nanochat_gka.corpus")))
     tiny.assert_one_line_error(
         done, r"could not download shard_00000.parquet .*[^.]\. Check the network .*CORPUS=built", 75
     )

@@ -95,20 +95,13 @@ def test_scores_equal_the_naive_scorer_at_any_length(kind, bos, bundle, tmp_path
     assert (tmp_path / "out/tiny-model_len20.csv").exists()
 
 
-IMPATIENT = """
-import runpy, time
-time.sleep = lambda seconds: None
-runpy.run_module("nanochat_gka.eval_core", run_name="__main__", alter_sys=True)
-"""
-
-
 def test_a_hub_that_does_not_answer_may_answer_the_next_time(bundle, tmp_path):
     """Its client says what it tries, waiting between attempts; here it does not wait."""
     with socket.socket() as silent:
         silent.bind(("127.0.0.1", 0))
         env = hub.environment(silent.getsockname()[1]) | {"HF_HOME": str(tmp_path)}
         flags = ["--hf-path", "some/model", "--bundle", bundle, "--device-type", "cpu"]
-        command = [sys.executable, "-c", IMPATIENT, *map(str, flags)]
+        command = [sys.executable, *hub.impatient("nanochat_gka.eval_core"), *map(str, flags)]
         done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=tiny.HANG_AFTER)
     assert done.returncode == 75 and "Traceback" not in done.stderr, done.stderr
     assert done.stderr.splitlines()[-1].startswith("error: --hf-path some/model: no causal language model")
