@@ -14,11 +14,10 @@ import processes
 import tiny
 from gpt_runs import MODULE, STEPS, events, final, flags, log_steps
 from nanochat_gka import pack
-from nanochat_gka.generation.engine import Engine
 from nanochat_gka.model.checkpoints import load
-from nanochat_gka.training import bits_per_byte
 from tiny_pack import config, rewrite_json
 from trainkit_gka import checkpoint
+from trainkit_gka.distributed import Runtime
 from trainkit_gka.files import sha256
 
 
@@ -64,16 +63,15 @@ def as_saved_before(folder, **said):
     rewrite_json(at / "manifest.json", **{"state.json": sha256(at / "state.json")})
 
 
-@pytest.mark.parametrize("said", [{"gka_values": "normalised"}, {}], ids=["stated", "unstated"])
-def test_older_run_keeps_its_form_or_names_the_flag(packed, tmp_path, said, capsys):
-    """A run of normalised values has the name that is the paper's form's today."""
+def test_older_run_keeps_its_form_or_names_the_flag(packed, tmp_path, capsys):
+    """A run of normalised values, which it does not state, has the name that is the paper's form's today."""
 
     def train(until, *more):
         return gpt_runs.train(packed, tmp_path, "--attention", "gka", "--model-tag", "", "--stop-after", until, *more)
 
     own = ["--gka-values", "normalised", "--model-tag", "d2-gka"]
     assert train(2, *own) == 0
-    as_saved_before(tmp_path / "d2-gka", **said)
+    as_saved_before(tmp_path / "d2-gka")
     assert load(tmp_path / "d2-gka").model.config.gka_values == "normalised"
     assert train(4) == 2
     error = capsys.readouterr().err
@@ -98,45 +96,33 @@ def test_rows_of_another_length_are_refused(packed, tmp_path, capsys):
     assert "was packed with another context length than the run in" in capsys.readouterr().err
 
 
-def test_an_evaluation_in_training_ends_at_once_and_is_made_again(packed, tmp_path, monkeypatch, capsys):
-    """The signal comes in the evaluation of step 4, whose weights are saved right before it."""
-    words = ["--num-iterations", 8, "--eval-every", 4, "--save-every", -1, "--eval-tokens", 320]
-    words += ["--device-batch-size", 1]  # an evaluation is 2 splits of 10 batches
-    whole, parts = tmp_path / "whole", tmp_path / "parts"
+@pytest.mark.parametrize(
+    "event, keys, more",
+    [
+        ("eval", ("val_bpb", "train_bpb"), ["--eval-every", 2, "--eval-tokens", 320, "--device-batch-size", 1]),
+        ("sample", ("texts",), ["--sample-every", 2]),
+    ],
+)
+def test_what_a_signal_ends_in_training_is_made_again(event, keys, more, packed, tmp_path, monkeypatch, capsys):
+    """The signal comes after some batches or tokens at step 2, whose weights are saved right before it."""
+    words, whole, parts = ["--num-iterations", 4, "--save-every", -1, *more], tmp_path / "whole", tmp_path / "parts"
     gpt_runs.train(packed, whole, *words)
-    batches, measure = [], bits_per_byte.nats_and_bytes
+    rounds, calls = Runtime.rounds, []
 
-    def interrupted(*asked):
-        batches.append(asked)
-        if len(batches) == 25:
-            os.kill(os.getpid(), signal.SIGTERM)
-        return measure(*asked)
-
-    with monkeypatch.context() as patched:
-        patched.setattr(bits_per_byte, "nats_and_bytes", interrupted)
-        assert gpt_runs.train(packed, parts, *words) == 0
-    assert len(batches) < 28 and "stopped at step 4 of 8, saved; continue with: " in capsys.readouterr().out
-    assert [record["step"] for record in events(parts, "eval")] == [0]
-    gpt_runs.train(packed, parts, *words)
-    kept = ("step", "val_bpb", "train_bpb")
-    found = [[[record[key] for key in kept] for record in events(out, "eval")] for out in (parts, whole)]
-    assert found[0] == found[1] and [step for step, *_ in found[0]] == [0, 4, 8]
-    assert final(parts, 8) == final(whole, 8)
-
-
-def test_samples_in_training_end_at_once_and_are_written_again(packed, tmp_path, monkeypatch, capsys):
-    stream, words = Engine.stream, ["--num-iterations", 4, "--sample-every", 2]
-
-    def interrupted(self, *asked):
-        for number, piece in enumerate(stream(self, *asked)):
-            if number == 9:
+    def interrupted(runtime, items, stop):
+        calls.append(items)
+        for number, item in enumerate(rounds(runtime, items, stop)):
+            if len(calls) == 3 and number == 4:  # step 0 evaluated both splits
                 os.kill(os.getpid(), signal.SIGTERM)
-            assert number < 10
-            yield piece
+            assert len(calls) < 3 or number < 5
+            yield item
 
     with monkeypatch.context() as patched:
-        patched.setattr(Engine, "stream", interrupted)
-        gpt_runs.train(packed, tmp_path, *words)
-    assert "stopped at step 2 of 4, saved" in capsys.readouterr().out and events(tmp_path, "sample") == []
-    gpt_runs.train(packed, tmp_path, *words)
-    assert [record["step"] for record in events(tmp_path, "sample")] == [2, 4]
+        patched.setattr(Runtime, "rounds", interrupted)
+        assert gpt_runs.train(packed, parts, *words) == 0
+    assert "stopped at step 2 of 4, saved; continue with: " in capsys.readouterr().out
+    assert 2 not in [record["step"] for record in events(parts, event)] and load(parts / "run").step == 2
+    gpt_runs.train(packed, parts, *words)
+    records = [[[record[key] for key in ("step", *keys)] for record in events(out, event)] for out in (parts, whole)]
+    assert records[0] == records[1] and [step for step, *_ in records[0]][-2:] == [2, 4]
+    assert final(parts, 4) == final(whole, 4)
