@@ -129,13 +129,6 @@ def test_value_embeddings_in_every_layer():
         assert "".join(sorted(model.value_embeds)) == layers
 
 
-def test_gka_has_no_projections():
-    names = set(meta_model(dataclasses.replace(SHAPE, attention="gka")).state_dict())
-    assert not any(part in name for name in names for part in ("c_q", "c_k", "c_v", "ve_gate", "value_embeds"))
-    names = set(meta_model(dataclasses.replace(SHAPE, attention="gka", value_embeds="all")).state_dict())
-    assert {"value_embeds.1.weight", "value_embeds.3.weight", "transformer.h.1.attn.ve_gate.weight"} <= names
-
-
 @pytest.mark.parametrize(
     "attention, said, values",
     [

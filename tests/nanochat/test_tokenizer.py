@@ -127,17 +127,11 @@ def test_limits_of_the_training_text(packed):
 def test_a_tokenizer_is_kept_and_one_trained_otherwise_is_refused(packed, tmp_path, capsys):
     shutil.copytree(packed / "tokenizer", tmp_path / "tokenizer")
     before = (tmp_path / "tokenizer" / "tokenizer.json").read_bytes()
-    tiny.write_corpus(tmp_path / "corpus", docs=401)
     same = {"corpus": packed / "corpus", "out": tmp_path / "tokenizer", "vocab_size": 300}
     main(TokenizerConfig(**same))
     assert "already there, vocabulary 300" in capsys.readouterr().out
-    changes = {
-        "--vocab-size 300": {"vocab_size": 301},
-        r"other corpus files: 1 changed \(shard_00000.parquet\)": {"corpus": tmp_path / "corpus"},
-    }
-    for words, change in changes.items():
-        with tiny.one_line_error(rf"trained with {words}; choose another --out \(with make, BASE\), or delete it"):
-            main(TokenizerConfig(**{**same, **change}))
+    with tiny.one_line_error(r"trained with --vocab-size 300; choose another --out \(with make, BASE\), or delete it"):
+        main(TokenizerConfig(**{**same, "vocab_size": 301}))
     (tmp_path / "tokenizer" / "train.json").unlink()
     with tiny.one_line_error("a tokenizer and nothing that says what it was trained on; choose another"):
         main(TokenizerConfig(**same))
