@@ -1,12 +1,11 @@
 """Runs on scikit-learn's digits that learn in seconds: small models without the recipe's augmentation."""
 
-import json
-
 import torch
 from safetensors.torch import load_file
 
 import tiny_vision
 from deit_gka.model.checkpoints import build
+from trainkit_gka.progress import read_events
 
 GKA, VLT, SOFTMAX = "deit_tiny_gka_patch16_224", "deit_tiny_vlt_patch16_224", "deit_tiny_patch16_224"
 SHALLOW = ["--model-kwargs", "patch_size=16", "embed_dim=64", "depth=1", "num_heads=2"]
@@ -26,8 +25,7 @@ def train(out, *more, **options):
 
 
 def accuracy(out, tag="run"):
-    lines = map(json.loads, (out / tag / "log.jsonl").read_text().splitlines())
-    return [record for record in lines if record["event"] == "eval"][-1]["top1"]
+    return read_events(out / tag / "log.jsonl", "eval")[-1]["top1"]
 
 
 def newest(out, name="model", tag="run"):

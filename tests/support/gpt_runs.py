@@ -10,8 +10,6 @@ from processes import signals_kept
 from trainkit_gka.progress import read_events
 
 MODULE = "nanochat_gka.train"
-
-
 STEPS = 60
 
 
@@ -49,6 +47,4 @@ def metrics(out):
 
 def log_steps(out):
     """The training steps that the log has so far, while another process writes it."""
-    path = out / "run" / "log.jsonl"
-    lines = path.read_text().splitlines() if path.exists() else []
-    return [record["step"] for line in lines if line.endswith("}") and (record := json.loads(line))["event"] == "train"]
+    return [record["step"] for record in events(out, "train")]

@@ -13,6 +13,7 @@ from deit_gka import evaluate
 from deit_gka.model.checkpoints import build
 from tiny_vision import MICRO, SHAPE, SIZE
 from trainkit_gka.cli import UserError, run
+from trainkit_gka.progress import read_events
 
 TRAIN, EVALUATE, EXPORT = "deit_gka.train", "deit_gka.evaluate", "deit_gka.export"
 EPOCHS, STEPS_PER_EPOCH = 5, 6
@@ -41,9 +42,7 @@ def begin(data, out, *more, ranks=1):
 
 
 def records(out, event):
-    path = out / "run" / "log.jsonl"
-    lines = path.read_text().splitlines() if path.exists() else []
-    return [record for line in lines if line.endswith("}") and (record := json.loads(line))["event"] == event]
+    return read_events(out / "run" / "log.jsonl", event)
 
 
 def steps_of(out):
