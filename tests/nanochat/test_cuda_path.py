@@ -101,6 +101,7 @@ def test_a_run_is_the_cpus_run(gpu, packed, tmp_path):
         on_cpu, on_gpu = (final(tmp_path / device, name) for device in ("cpu", "cuda"))
         for key in on_cpu:  # AdamW divides tiny gradients by their size, and a GPU's tables began as bfloat16
             rounding = 2**-9 if name == "model" and ("wte" in key or "value_embeds" in key) else 1e-4
+            assert on_gpu[key].dtype == on_cpu[key].dtype, key
             assert (on_gpu[key] - on_cpu[key]).float().abs().mean() < rounding, key
     [result] = read_results(tmp_path / "cuda" / "results.jsonl")
     assert result["hardware"] == "NVIDIA H100 80GB HBM3"
