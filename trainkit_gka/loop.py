@@ -20,7 +20,7 @@ from trainkit_gka.files import locked
 from trainkit_gka.plan import show_plan
 from trainkit_gka.profiling import Profiler
 from trainkit_gka.progress import LOG, RunLog, progress_bar, read_events
-from trainkit_gka.results import append_result, check_appendable, describe_hardware
+from trainkit_gka.results import append_result, check_appendable, date_of, describe_hardware, read_results
 from trainkit_gka.run_config import RunConfig
 from trainkit_gka.trainer import Trainer
 
@@ -153,14 +153,27 @@ def finish(trainer: Trainer, log: RunLog) -> None:
     """Record the numbers of a finished run, and what it warned of. On rank 0."""
     config, (summary, words) = trainer.config, trainer.summary(log)
     summary["warnings"] = [record["text"] for record in log.records("warning", "text")]
-    append_result(
-        config.results, trainer.KIND, config.record(), summary, trainer.runtime.device, trainer.runtime.world_size
-    )
+    if not is_recorded(trainer, log):
+        append_result(
+            config.results, trainer.KIND, config.record(), summary, trainer.runtime.device, trainer.runtime.world_size
+        )
     log.log("finish", trainer.steps, **summary)
     print(
         f"{config.folder}: finished, {words}",
         *(f"warning: {text}" for text in summary["warnings"]),
         sep="\n",
+    )
+
+
+def is_recorded(trainer: Trainer, log: RunLog) -> bool:
+    """Whether the results have this run's line already: a process was killed between that and the finish record."""
+    config, starts = trainer.config, log.records("start")
+    if starts[-1]["step"] < trainer.steps:  # this process has trained
+        return False
+    begun = date_of(starts[0]["time"])
+    return any(
+        (line.get("kind"), line["config"]) == (trainer.KIND, config.record()) and line.get("date", "") >= begun
+        for line in read_results(config.results, *trainer.FINISH_KEYS)
     )
 
 

@@ -1,6 +1,5 @@
 """Numbers live in files: every finished run appends one JSON line that says what was run, where, and what came out."""
 
-import datetime
 import importlib.metadata
 import json
 import os
@@ -9,6 +8,7 @@ import re
 import resource
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +79,11 @@ def git_commit() -> str:
     return commit.stdout.strip() + ("+" if changed else "")
 
 
+def date_of(seconds: float | None = None) -> str:
+    """A time of `time.time()`, None for now, as records date it: to the minute, UTC."""
+    return time.strftime("%Y-%m-%d %H:%M", time.gmtime(seconds))
+
+
 def check_appendable(path: Path) -> None:
     """Raises OSError now, not when there is something to append, if `path` cannot be appended to."""
     Path(path).parent.mkdir(parents=True, exist_ok=True)
@@ -102,7 +107,7 @@ def append_result(
     """Append a record to the JSON-lines file `path` and return it."""
     record = {
         "kind": kind,
-        "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d %H:%M"),
+        "date": date_of(),
         "commit": git_commit(),
         "command": command_line(),
         "hardware": describe_hardware(device),

@@ -1,6 +1,5 @@
 """What is on disk of a study: a line of the results for every finished or failed trial, and each run's folder."""
 
-import datetime
 from abc import ABC, abstractmethod
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -11,7 +10,7 @@ from runs.store import Store
 from runs.study.rates import Done
 from trainkit_gka.cli import UserError
 from trainkit_gka.files import locked
-from trainkit_gka.results import git_commit, read_results
+from trainkit_gka.results import date_of, git_commit, read_results
 
 RECORD = "results.jsonl"  # in a run's folder, by the trainer
 FAILED = "-failed"
@@ -130,9 +129,8 @@ class Ledger(ABC):
 
     def fail(self, trial, code: int, reason: str) -> None:
         """Append a row that says why there is none."""
-        date = datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d %H:%M")
         about = {"key": self.key(trial), "command": self.command(trial), "trial": asdict(trial)}
-        row = {**about, "date": date, "commit": git_commit(), "exit_code": code, "reason": reason}
+        row = {**about, "date": date_of(), "commit": git_commit(), "exit_code": code, "reason": reason}
         self.store.add(row, FAILED)
 
     def is_busy(self, trial) -> bool:

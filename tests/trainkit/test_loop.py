@@ -6,6 +6,7 @@ import re
 import shlex
 import shutil
 import signal
+import subprocess
 import sys
 import time
 from dataclasses import replace
@@ -25,6 +26,18 @@ from trainkit_gka.progress import read_events
 from trainkit_gka.results import read_results
 
 STEPS = 12
+KILLED = """
+import os, signal
+from toy_trainer import ToyConfig, ToyTrainer
+from trainkit_gka import cli, loop
+
+def append_and_die(*record):
+    append_result(*record)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+append_result, loop.append_result = loop.append_result, append_and_die
+cli.run(lambda config: loop.launch(config, ToyTrainer), ToyConfig)
+"""
 
 
 @pytest.fixture(autouse=True)
@@ -169,8 +182,20 @@ def test_kill_before_the_finish_record_loses_nothing(config, whole):
         log.write_text("".join(json.dumps(line) + "\n" for line in lines))
         launch(config, ToyTrainer)
         assert events(config, "eval") == [0, 4, 8, 12] and events(config, "finish") == [STEPS]
-    totals = [record["metrics"]["total"] for record in read_results(config.results)]
-    assert len(totals) == 3 and len(set(totals)) == 1
+    assert len(read_results(config.results)) == 1
+
+
+def test_kill_between_the_result_and_the_finish_record_records_the_run_once(config):
+    """Another run of the same settings has a line of its own."""
+    flags = ["--out", config.out, "--results", config.results, "--steps", STEPS, "--model-tag", "run"]
+    command = [sys.executable, "-c", KILLED, *map(str, flags), "--device-type", "cpu"]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    assert subprocess.run(command, env=environment).returncode == -signal.SIGKILL
+    assert len(read_results(config.results)) == 1 and not events(config, "finish")
+    launch(config, ToyTrainer)
+    assert len(read_results(config.results)) == 1 and events(config, "finish") == [STEPS]
+    launch(replace(config, out=config.out / "again"), ToyTrainer)
+    assert len(read_results(config.results)) == 2
 
 
 def test_incomplete_finish_record_does_not_count(config):
@@ -178,7 +203,7 @@ def test_incomplete_finish_record_does_not_count(config):
     tiny.damage_log(config.folder / "log.jsonl", finish="total")
     assert finish_record(config.folder, ToyTrainer.FINISH_KEYS) is None
     launch(config, ToyTrainer)
-    assert finish_record(config.folder, ToyTrainer.FINISH_KEYS) is not None and len(read_results(config.results)) == 2
+    assert finish_record(config.folder, ToyTrainer.FINISH_KEYS) is not None and len(read_results(config.results)) == 1
 
 
 def test_stopped_run_prints_the_command_that_continues_it(config, capsys, monkeypatch):
