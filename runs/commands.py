@@ -1,7 +1,9 @@
-"""Words of the commands that train and score: for make, which has no environment yet, and for runs/paper.
+"""Words of the commands that train: for make, which has no environment yet, and for what starts them later.
 
 The standard library alone, no newer Python than 3.8.
 """
+
+from runs.settings import Problem
 
 VISION_SIZES = {"ti": "tiny", "s": "small", "b": "base"}
 # What a target calls a kind of attention -> the word for it in timm's names. Without one a target trains GKA.
@@ -52,15 +54,15 @@ def places(base, wandb):
 
 
 def vision_model(name):
-    """timm's name of the paper's model `name`, such as ti or s-vlt. Raises ValueError."""
+    """timm's name of the paper's model `name`, such as ti or s-vlt. Raises Problem."""
     size, _, kind = name.partition("-")
     if size not in VISION_SIZES or (kind or "gka") not in VISION_KINDS:
         known = f"{{{','.join(VISION_SIZES)}}}-{{{','.join(VISION_KINDS)}}}"
-        raise ValueError(f"there is train-deit-{known}, not train-deit-{name}")
+        raise Problem(f"there is train-deit-{known}, not train-deit-{name}")
     return f"deit_{VISION_SIZES[size]}{VISION_KINDS[kind or 'gka']}_patch16_224"
 
 
-def ablation(hybrid=HYBRID):
+def ablation():
     """The models of the ablation, size Ti: (timm's name, more flags of the trainer) of every kind and of the hybrid."""
     models = [(vision_model(f"ti-{kind}"), []) for kind in VISION_KINDS]
-    return models + ([(vision_model("ti"), flags(attention=hybrid))] if hybrid else [])
+    return [*models, (vision_model("ti"), flags(attention=HYBRID))]

@@ -8,19 +8,13 @@ from typing import Any
 
 from runs import commands
 from trainkit_gka import signals
-from trainkit_gka.cli import UserError, as_typed
+from trainkit_gka.cli import as_typed
 from trainkit_gka.progress import console
 
 
-def command(module: str, flags: Iterable[Any], ranks: int = 1, torchrun: str = "") -> list[str]:
-    """The words after `python` that run `module`, with `ranks` processes on this machine; torchrun: more of its flags.
-
-    --standalone takes their place if it is empty. Raises UserError for a quote in them that does not end.
-    """
-    try:
-        return [*commands.launch(module, ranks, shlex.split(torchrun)), *map(str, flags)]
-    except ValueError as error:
-        raise UserError(f"--torchrun {torchrun}: {str(error).lower()}") from None
+def command(module: str, flags: Iterable[Any], ranks: int = 1) -> list[str]:
+    """The words after `python` that run `module`, with `ranks` processes on this machine."""
+    return [*commands.launch(module, ranks), *map(str, flags)]
 
 
 def show(words: Sequence[str]) -> list[str]:

@@ -237,19 +237,11 @@ def commands_of(target, given, known):
         models = commands.ablation()
         last = [] if is_dry_run(known["ARGS"]) else [("{py} runs.paper.ablation --runs {BASE}/runs", {})]
     elif target.startswith("train-deit-"):
-        models, last = [(given.get("MODEL") or vision_model(target[len("train-deit-") :]), [])], []
+        models, last = [(given.get("MODEL") or commands.vision_model(target[len("train-deit-") :]), [])], []
     else:
         raise Problem(f"there is no target {target}; make help lists them")
     trainers = [["deit_gka.train", *commands.vision(model, known["DATA"], *places), *own] for model, own in models]
     return [(TRAIN, {"trainer": trainer}) for trainer in trainers] + last
-
-
-def vision_model(name):
-    """timm's name of a target's model. Raises Problem."""
-    try:
-        return commands.vision_model(name)
-    except ValueError as error:
-        raise Problem(str(error)) from None
 
 
 def needs_packages(given):

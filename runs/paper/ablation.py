@@ -11,25 +11,22 @@ The last row is ours: GKA in three layers of four and softmax in the fourth, whi
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from gka.kinds import KINDS
-from runs import commands, launch
-from runs.paper import common, deit, published
+from runs import commands
+from runs.paper import deit, published
 from runs.table import Table
-from trainkit_gka.cli import UserError
+from trainkit_gka.cli import UserError, run
 from trainkit_gka.loop import finish_record
 
 
 @dataclass
-class AblationConfig(common.Training):
+class AblationConfig:
     """Print one vision model of every kind and a hybrid side by side, from their finished runs, beside the paper's
-    figures. With --data, train them first; the trainer's own flags follow `--`."""
+    figures."""
 
     runs: Path = Path("out/runs")
     """Folder that holds the runs, named after their models."""
-    data: str = ""
-    """Images to train on first; empty = print the table alone."""
     hybrid: str = commands.HYBRID
     """The hybrid's kinds by layer; empty = none. Its row is left out while its run is not finished."""
 
@@ -42,14 +39,6 @@ def models() -> dict[str, str]:
 def hybrid_run(pattern: str) -> str:
     """The folder of the hybrid's run, as the trainer names it."""
     return f"{models()[deit.DEFAULT_KIND]}-{pattern}"
-
-
-def training(config: AblationConfig, extra: list[Any]) -> list[list[str]]:
-    """The commands that train the models."""
-    vision = deit.VisionConfig(
-        base=config.base, ngpu=config.ngpu, torchrun=config.torchrun, wandb=config.wandb, data=config.data
-    )
-    return [deit.words(vision, model, [*own, *extra]) for model, own in commands.ablation(config.hybrid)]
 
 
 def finished(folder: Path) -> dict | None:
@@ -91,12 +80,9 @@ def with_paper(measured: str, printed: str | None) -> str:
     return f"{measured} ({printed})" if printed else measured
 
 
-def main(config: AblationConfig, extra: list[str]) -> None:
-    if config.data:
-        for words in training(config, extra):
-            launch.run(words)
+def main(config: AblationConfig) -> None:
     table(config.runs, config.hybrid).show()
 
 
 if __name__ == "__main__":
-    common.run(main, AblationConfig)
+    run(main, AblationConfig)

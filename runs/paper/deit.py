@@ -11,50 +11,10 @@ Expected:  EMA top-1, as printed; none has been run here yet
            GKA      ti 71.54, s 78.23, b 80.3
 """
 
-from dataclasses import dataclass
-from typing import Annotated, Any
-
-import tyro
-
 from gka.kinds import KINDS
 from runs import commands
-from runs.paper import common
-from trainkit_gka.cli import UserError
 
 SIZE_NAMES = commands.VISION_SIZES
 PAPER_NAMES = {"softmax": "DeiT"} | {name: kind.label for name, kind in KINDS.items() if name != "softmax"}
 DEFAULT_KIND = "gka"
 SOFTMAX_TARGET = "base"  # what make's targets call softmax attention
-
-
-@dataclass
-class VisionConfig(common.Training):
-    """Train one of the paper's vision models. The trainer's own flags follow `--`."""
-
-    name: Annotated[str, tyro.conf.Positional] = "ti"
-    """Size, and kind if it is not GKA: ti, s-vlt, b-base (softmax)."""
-    data: str = ""
-    """Folder with train/ and val/, hf:NAME, hf-stream:NAME, wds:FOLDER or digits."""
-    model: str = ""
-    """Any timm name in place of the one that NAME makes."""
-
-
-def model_of(name: str) -> str:
-    """timm's name of the paper's model `name`, such as ti or s-vlt. Raises UserError."""
-    try:
-        return commands.vision_model(name)
-    except ValueError as error:
-        raise UserError(str(error)) from None
-
-
-def words(config: VisionConfig, model: str, extra: list[Any]) -> list[str]:
-    """The trainer's command line for one model."""
-    return config.command("deit_gka.train", [*commands.vision(model, config.data, config.base, config.wandb), *extra])
-
-
-def main(config: VisionConfig, extra: list[str]) -> None:
-    common.become(words(config, config.model or model_of(config.name), extra))
-
-
-if __name__ == "__main__":
-    common.run(main, VisionConfig)

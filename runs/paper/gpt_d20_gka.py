@@ -8,8 +8,3 @@ Expected:  validation 0.819080 bits per byte, training 0.818256; mean of six COR
 """
 
 RECIPE = {"attention": "gka", "target-param-data-ratio": 8.25}
-
-if __name__ == "__main__":
-    from runs.paper import gpt_d20  # not for make, which reads the recipe before there is an environment
-
-    gpt_d20.run(RECIPE)

@@ -10,8 +10,3 @@ Its budget is not GKA's: 10.5 tokens for each scaling parameter, GKA has 8.25.
 """
 
 RECIPE = {"attention": "softmax", "target-param-data-ratio": 10.5}
-
-if __name__ == "__main__":
-    from runs.paper import gpt_d20  # not for make, which reads the recipe before there is an environment
-
-    gpt_d20.run(RECIPE)

@@ -25,8 +25,3 @@ RECIPE = {
     "head-gates": True,
     "gate-lr": 0.005,
 }
-
-if __name__ == "__main__":
-    from runs.paper import gpt_d20  # not for make, which reads the recipe before there is an environment
-
-    gpt_d20.run(RECIPE)

@@ -7,9 +7,7 @@ import time
 
 import pytest
 
-from runs import launch
 from sources import ROOT
-from trainkit_gka.cli import UserError
 
 TRAINER = """
 import signal, sys, time
@@ -64,8 +62,3 @@ def test_a_signal_ends_commands_side_by_side_after_they_have_saved(number, tmp_p
         process.send_signal(number)
         assert process.stderr.read() == f"stopped by {number.name}\n" and process.wait() == 128 + number
     assert "saved" in output.read_text() and not (tmp_path / "b").exists()
-
-
-def test_flags_of_torchrun_with_an_open_quote_are_a_mistake():
-    with pytest.raises(UserError, match="--torchrun --rdzv-id 'x: no closing quotation"):
-        launch.command("module", [], 2, "--rdzv-id 'x")

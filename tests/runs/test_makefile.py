@@ -12,7 +12,6 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 
@@ -21,7 +20,7 @@ from gka.kinds import KINDS
 from makefile import LAUNCHER, TARGETS
 from runs import commands as words
 from runs import make as launcher
-from runs.paper import ablation, gpt_d20, gpt_d20_gka, gpt_d20_softmax
+from runs.paper import gpt_d20_gka, gpt_d20_softmax
 from runs.settings import Problem
 from runs.study import gpt_d20_best
 from sources import ROOT
@@ -50,12 +49,12 @@ def test_looking_at_pretraining_shows_the_whole_chain_and_every_flag_of_the_trai
     "target, experiment",
     [("pretrain-d20", gpt_d20_gka), ("pretrain-d20-base", gpt_d20_softmax), ("pretrain-d20-best", gpt_d20_best)],
 )
-def test_pretraining_is_the_command_of_its_experiment(commands, target, experiment):
-    data = Path("b/packed/fineweb-8-32768-2048")
-    config = gpt_d20.LanguageConfig(base=Path("b"), ngpu=2, wandb="offline", depth=12, data=data)
+def test_pretraining_has_the_recipe_of_its_experiment(commands, target, experiment):
     settings = dict(DEPTH="12", WANDB_MODE="offline", ARGS="--device-batch-size 8", NGPU="2", BASE="b", SHARDS="8")
-    expected = gpt_d20.words(config, experiment.RECIPE, ["--device-batch-size", "8"])
-    assert commands(target, **settings)[-1] == [PYTHON, *expected]
+    command = commands(target, **settings)[-1]
+    places = "--data b/packed/fineweb-8-32768-2048 --out b/runs --results b/results.jsonl --wandb offline --depth 12"
+    flags = [*places.split(), *words.flags(**experiment.RECIPE), "--device-batch-size", "8"]
+    assert command[command.index("nanochat_gka.train") + 1 :] == flags
 
 
 def test_the_study_packs_short_rows_of_the_builtin_text_unless_told_otherwise(make):
@@ -141,9 +140,12 @@ def test_own_corpora_have_a_checksum_in_their_name():
 
 
 def test_the_ablation_trains_every_model_and_reads_the_runs(commands, ready):
-    expected = ablation.training(ablation.AblationConfig(data="digits"), ["--seed", "3"])
     *training, table = commands("ablate-projections", DATA="digits", ARGS="--seed 3")
-    assert training == [[PYTHON, *words] for words in expected] and len(training) == len(KINDS) + 1
+    places = "--data digits --out out/runs --results out/results.jsonl --wandb disabled --model"
+    start, hybrid = [PYTHON, "-m", "deit_gka.train", *places.split()], registry.model_name("tiny", "gka")
+    assert training[-1] == [*start, hybrid, "--attention", "GGGA", "--seed", "3"]
+    models = [registry.model_name("tiny", kind) for kind in KINDS]
+    assert training[:-1] == [[*start, model, "--seed", "3"] for model in models]
     assert table == [PYTHON, "-m", "runs.paper.ablation", "--runs", "out/runs"]
 
 

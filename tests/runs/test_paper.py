@@ -1,4 +1,4 @@
-"""The paper's experiments: their models and budgets, the ablation's table, and what the printed tables imply."""
+"""The paper's experiments: the ablation's table, and what the printed tables imply."""
 
 import json
 import re
@@ -6,7 +6,7 @@ import re
 import pytest
 
 from nanochat_gka.core_metric.published import PAPER_CENTERED, PAPER_MEAN
-from runs.paper import ablation, common, deit, published
+from runs.paper import ablation, published
 from trainkit_gka.cli import UserError
 
 
@@ -14,30 +14,12 @@ def number(text):
     return float(text.rstrip("M"))
 
 
-# Command lines; tests/runs/test_makefile.py compares them with make's
-
-
-@pytest.mark.parametrize(
-    "name, model",
-    [("ti", "deit_tiny_gka"), ("s-vlt", "deit_small_vlt"), ("b-base", "deit_base"), ("b-gka", "deit_base_gka")],
-)
-def test_vision_experiments_train_the_model_they_name(name, model):
-    assert deit.model_of(name) == f"{model}_patch16_224"
-    with pytest.raises(UserError, match=f"not train-deit-{name}-xl"):
-        deit.model_of(f"{name}-xl")
-
-
-def test_what_follows_the_dashes_goes_to_the_command():
-    assert common.split(["--ngpu", "2", "--", "--aa=", "--", "x"]) == (["--ngpu", "2"], ["--aa=", "--", "x"])
-    assert common.split(["--ngpu", "2"]) == (["--ngpu", "2"], [])
-
-
 # The ablation's table
 
 
 def test_the_ablation_table_puts_runs_beside_the_paper(tmp_path, capfd):
     with pytest.raises(UserError, match=r"deit_tiny_patch16_224 holds no finished run; make ablate-projections DATA="):
-        ablation.main(ablation.AblationConfig(runs=tmp_path), [])
+        ablation.main(ablation.AblationConfig(runs=tmp_path))
     runs = [*ablation.models().values(), "deit_tiny_gka_patch16_224-GGGA"]
     for accuracy, model in zip((70.5, 71.25, 69.75, 70.0), runs):
         (tmp_path / model).mkdir()
@@ -45,7 +27,7 @@ def test_the_ablation_table_puts_runs_beside_the_paper(tmp_path, capfd):
         record = {"event": "finish", "step": 9, "parameters": 5_000_000, "flops": flops}
         record |= {"top1": accuracy, "ema_top1": accuracy + 1}
         (tmp_path / model / "log.jsonl").write_text(json.dumps(record) + "\n")
-    ablation.main(ablation.AblationConfig(runs=tmp_path), [])
+    ablation.main(ablation.AblationConfig(runs=tmp_path))
     softmax, vlt, gka, hybrid = [
         line for line in capfd.readouterr().out.splitlines() if re.search("softmax|VLT|GKA|GGGA", line)
     ]
@@ -54,7 +36,7 @@ def test_the_ablation_table_puts_runs_beside_the_paper(tmp_path, capfd):
     assert "70.75 (71.54)" in gka and "2.00 (1.98)" in gka
     assert "GGGA (ours)" in hybrid and "71.00" in hybrid and "(7" not in hybrid
     (tmp_path / runs[3] / "log.jsonl").unlink()
-    ablation.main(ablation.AblationConfig(runs=tmp_path), [])
+    ablation.main(ablation.AblationConfig(runs=tmp_path))
     assert "GGGA" not in capfd.readouterr().out
 
 

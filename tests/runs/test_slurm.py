@@ -1,8 +1,9 @@
-"""The Slurm files, run by bash with an srun and a scontrol of ours: they call the recipes and save when stopped."""
+"""The Slurm files, run by bash with an srun and a scontrol of ours: they run make's commands and save when stopped."""
 
 import contextlib
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -10,13 +11,12 @@ import time
 from pathlib import Path
 
 import pytest
-import tyro
 from torch.distributed import run as torchrun
 
+import makefile
 import tiny
 from gpt_runs import events, log_steps
 from processes import HANG_AFTER, descendants, environment
-from runs.paper import common, core, deit, gpt_d20, gpt_d20_gka
 from sources import ROOT
 from trainkit_gka.cli import SHUTDOWN_TIMEOUT
 from trainkit_gka.torchrun import SETTINGS
@@ -64,46 +64,35 @@ def job(tmp_path):
     return start
 
 
-def started(folder) -> list[str]:
-    """The words after `python` that srun was given, as the experiment makes them: those of the trainer's torchrun."""
-    _, m, module, *flags = (folder / "started").read_text().split("\0")[:-1]
-    own, extra = common.split(flags)
-    assert m == "-m"
-    if module == "runs.paper.core":
-        return core.words(tyro.cli(core.CoreConfig, args=own), extra)
-    if module == "runs.paper.deit":
-        config = tyro.cli(deit.VisionConfig, args=own)
-        return deit.words(config, deit.model_of(config.name), extra)
-    assert module == "runs.paper.gpt_d20_gka"
-    return gpt_d20.words(tyro.cli(gpt_d20.LanguageConfig, args=own), gpt_d20_gka.RECIPE, extra)
-
-
-RECIPES = {
-    "pretrain-d20": ("pretrain-d20", {}),
-    "train-deit": ("train-deit-ti", {"DATA": "/imagenet"}),
-    "eval-core": ("eval-core", {"RUN": "/runs/d20", "BUNDLE": "/bundle.zip"}),
-}
-
-
 @pytest.mark.parametrize("nodes", [1, 2])
-@pytest.mark.parametrize("name", [path.stem for path in FILES])
-def test_a_file_runs_the_command_of_its_make_target(job, commands, tmp_path, name, nodes):
-    """With a code of its own for a training that was stopped; on several machines they meet at the first."""
-    target, settings = RECIPES[name]
-    places = {"BASE": "/shared", "NGPU": "8", "RESTARTS": "3"} | (
-        {"NNODES": "2", "RDZV": "first:1"} if nodes > 1 else {}
-    )
-    made = commands(target, **settings, **places, ARGS="--seed 3" if name != "eval-core" else "--tasks paper")[-1][1:]
-    extra = made[-2:]
-    assert job(name, *extra, nodes=nodes, gpus=8, ONLY_LOOK=1, BASE="/shared", **settings).wait() == 0
-    found, expected = (vars(torchrun.parse_args(words[2:])) for words in (started(tmp_path), made))
-    if name != "eval-core":
-        expected["training_script_args"][-2:] = ["--stopped-code", "143", *extra]
-    if nodes > 1:
-        assert re.fullmatch(r"first:\d+", found.pop("rdzv_endpoint")) and found.pop("rdzv_id") == "77"
-        expected = {key: value for key, value in expected.items() if key in found}
-    assert found == expected
+@pytest.mark.parametrize(
+    "name, settings, target, flags",
+    [
+        ("pretrain-d20", {}, "pretrain-d20", ["--data", "my rows", "--aa="]),
+        ("pretrain-d20", {"TARGET": "pretrain-d20-best"}, "pretrain-d20-best", []),
+        ("train-deit", {"DATA": "/imagenet", "NAME": "s-vlt"}, "train-deit-s-vlt", ["--seed", "3"]),
+        ("eval-core", {"RUN": "/runs/d20", "BUNDLE": "/bundle.zip"}, "eval-core", ["--tasks", "paper"]),
+    ],
+)
+def test_a_file_runs_the_command_of_a_make_target(job, commands, tmp_path, name, settings, target, flags, nodes):
+    """With a code of its own for a training that was stopped; several machines meet at the first."""
+    assert job(name, *flags, nodes=nodes, gpus=8, ONLY_LOOK=1, BASE="/shared", **settings).wait() == 0
+    sh, c, line = (tmp_path / "started").read_text().split("\0")[:-1]
+    places = {"BASE": "/shared", "NGPU": "8", "RESTARTS": "3", "ENV_PYTHON": sys.executable}
+    places |= {"NNODES": "2", "RDZV": "first:20077"} if nodes > 1 else {}
+    known = {key: value for key, value in settings.items() if key in makefile.SETTINGS}
+    words = commands(target, **known, **places)[-1]
+    stopped = [] if name == "eval-core" else ["--stopped-code", "143"]
+    assert (sh, c, shlex.split(line)) == ("sh", "-c", ["exec", *words, *stopped, *flags])
+    found = vars(torchrun.parse_args(words[3:]))
+    assert found["nproc_per_node"] == "8" and found["nnodes"] == ("2" if nodes > 1 else "1:1")
     assert (tmp_path / "flags").read_text() == "--cpus-per-task=2\n"
+
+
+def test_a_setting_that_make_refuses_ends_the_job(job, tmp_path):
+    assert job("train-deit", DATA="/imagenet", NAME="xl").wait() == 2
+    assert "not train-deit-xl" in (tmp_path / "output").read_text() and not (tmp_path / "started").exists()
+    assert job("train-deit").wait() == 1 and "set it to the folder" in (tmp_path / "output").read_text()
 
 
 @pytest.mark.slow

@@ -16,7 +16,8 @@ from nanochat_gka.generation.sampling import Sampling
 from nanochat_gka.model.accounting import flops_per_token, meta_model
 from nanochat_gka.model.checkpoints import load
 from nanochat_gka.train import TrainConfig
-from runs.paper import gpt_d20, gpt_d20_gka, gpt_d20_softmax
+from runs import commands
+from runs.paper import gpt_d20_gka, gpt_d20_softmax
 from runs.study import gpt_d20_best
 from runs.study.families import ALL
 from runs.tables import study_next
@@ -33,9 +34,8 @@ def trained_by(command):
     recipes = {"pretrain-d20": gpt_d20_gka, "pretrain-d20-base": gpt_d20_softmax, "pretrain-d20-best": gpt_d20_best}
     _, target, *settings = shlex.split(command)
     given = dict(setting.split("=", 1) for setting in settings)
-    config = gpt_d20.LanguageConfig(ngpu=1, depth=int(given.get("DEPTH", 20)))
-    _, _, *flags = gpt_d20.words(config, recipes[target].RECIPE, given.get("ARGS", "").split())
-    return tyro.cli(TrainConfig, args=[str(word) for word in flags])
+    flags = commands.language(recipes[target].RECIPE, "rows", given.get("DEPTH", 20), "out", "disabled")
+    return tyro.cli(TrainConfig, args=[*flags, *given.get("ARGS", "").split()])
 
 
 @pytest.mark.parametrize("name", AT_DEPTH_20)
@@ -50,8 +50,7 @@ def test_a_command_of_the_front_page_trains_the_form_that_it_stands_beside(name)
 
 
 def test_the_preset_is_the_papers_run_in_another_form_at_the_same_flops():
-    words = gpt_d20.words(gpt_d20.LanguageConfig(), gpt_d20_best.RECIPE, [])
-    paper = gpt_d20.words(gpt_d20.LanguageConfig(), gpt_d20_gka.RECIPE, [])
+    words, paper = (commands.flags(**experiment.RECIPE) for experiment in (gpt_d20_best, gpt_d20_gka))
     form = "--head-offsets PS --gka-values normalised --value-embeds all --channel-bandwidths --channel-lr 0.08"
     assert words == [*paper, *form.split(), "--head-gates", "--gate-lr", "0.005"]
     literal, counts, small = (
@@ -69,9 +68,9 @@ def test_the_preset_is_the_papers_run_in_another_form_at_the_same_flops():
 
 
 def test_a_small_run_of_the_preset_trains_decodes_and_exports(packed, tmp_path):
-    config = gpt_d20.LanguageConfig(base=tmp_path, ngpu=1, data=packed / "packed", depth=2)
-    _, module, *flags = gpt_d20.words(config, gpt_d20_best.RECIPE, [*tiny.TRAIN_FLAGS[2:], "--num-iterations", "3"])
-    processes.call(module, *flags, folder=tmp_path / "output")
+    flags = commands.language(gpt_d20_best.RECIPE, packed / "packed", 2, tmp_path, "disabled")
+    flags += [*tiny.TRAIN_FLAGS[2:], "--num-iterations", "3"]
+    processes.call("nanochat_gka.train", *flags, folder=tmp_path / "output")
     run = tmp_path / "runs" / "d2-gka-PS-normalised-channels-gates-VE"
     loaded = load(run)
     assert dataclasses.asdict(loaded.model.config).items() >= BEST.items()
