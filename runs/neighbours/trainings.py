@@ -5,8 +5,6 @@ rates, schedule and optimiser; queries, keys and values are nanochat's, or GKA's
 projections, and only their mixing is another.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -51,30 +49,21 @@ def timm_name(name: str) -> str:
     return f"neighbour-{name}"
 
 
-def train_digits(
-    tag: str, attn_layer: str, seed: int, epochs: int, out: Path, model: Sequence[str] = (), **changed: Any
-) -> Trained | None:
-    """Train the demo's vision recipe with another layer; a run that was stopped continues. None if a signal ended it.
-
-    model: words for timm in place of the demo's of the same name. changed: fields of the configuration.
+def method_on_digits(method: str, seed: int, epochs: int, out: Path) -> Trained | None:
+    """Train the demo's vision recipe with a method's layers; a run that was stopped continues. None if a signal ended
+    it.
     """
-    own = tuple(word.split("=")[0] for word in model)
-    words = [word for word in vision.MODEL_FLAGS[1:] if not word.startswith(own)]
-    flags = ["--model", "deit_tiny_patch16_224", "--model-kwargs", *words, *model, f"attn_layer={attn_layer}"]
-    flags += ["--out", out / "digits", "--model-tag", f"{tag}-{epochs}-seed{seed}", "--results", out / "digits.jsonl"]
-    flags += ["--epochs", epochs, "--warmup-epochs", min(vision.WARMUP_EPOCHS, epochs), "--seed", seed]
+    flags = ["--model", "deit_tiny_patch16_224", *vision.MODEL_FLAGS, f"attn_layer={timm_name(method)}"]
+    flags += ["--out", out / "digits", "--model-tag", f"{method}-{epochs}-seed{seed}"]
+    flags += ["--results", out / "digits.jsonl", "--epochs", epochs, "--seed", seed]
+    flags += ["--warmup-epochs", min(vision.WARMUP_EPOCHS, epochs)]
     flags += [*vision.DATA_FLAGS, *vision.RECIPE_FLAGS, *vision.REPORT_FLAGS]
-    config = replace(tyro.cli(VisionConfig, args=list(map(str, flags))), **changed)
+    config = tyro.cli(VisionConfig, args=list(map(str, flags)))
     launch(config, VisionTrainer)
     record = finish_record(config.folder, VisionTrainer.FINISH_KEYS)
     kept = ("parameters", "top1", "ema_top1", "images_per_second")
-    return record and (config.identity(), {key: record[key] for key in kept})
-
-
-def method_on_digits(method: str, seed: int, epochs: int, out: Path) -> Trained | None:
-    """A vision model with a method's layers."""
-    trained = train_digits(method, timm_name(method), seed, epochs, out)
-    return trained and ({**trained[0], "method_size": DIGIT_SIZES.get(method)}, trained[1])
+    settings = {**config.identity(), "method_size": DIGIT_SIZES.get(method)}
+    return record and (settings, {key: record[key] for key in kept})
 
 
 # Language
@@ -100,13 +89,11 @@ def base(name: str) -> list[str]:
     return ["--attention", name if name in OURS else "softmax" if ABOUT[name].projections else "gka"]
 
 
-def language_config(
-    flags: Sequence[str], seed: int, steps: int, packed: Path, out: Path, depth: int = DEPTH
-) -> LanguageConfig:
-    """The demo's settings without value embeddings, which GKA does not have, with other flags."""
-    own = {"data": packed, "depth": depth, "num-iterations": steps, "seed": seed, "out": out / "language"}
+def language_config(method: str, seed: int, steps: int, packed: Path, out: Path) -> LanguageConfig:
+    """The demo's settings without value embeddings, which GKA does not have."""
+    own = {"data": packed, "depth": DEPTH, "num-iterations": steps, "seed": seed, "out": out / "language"}
     own |= {"value-embeds": "none", "window-pattern": "L"}
-    words = [*language.words(language.TRAIN_FLAGS | own), *flags]
+    words = [*language.words(language.TRAIN_FLAGS | own), *base(method)]
     return tyro.cli(LanguageConfig, args=[str(word) for word in words])
 
 
@@ -124,17 +111,18 @@ def groups_of(model: GPT, config: LanguageConfig, horizon) -> list[Group]:
     return groups
 
 
-def train_language(label: str, config: LanguageConfig, change: Callable[[GPT], None] = lambda model: None) -> Trained:
-    """Train a language model, which is not kept. change: what is done to the model that was built."""
-    data, steps = PackedData(config.data), config.num_iterations
-    with running("cpu", config.seed) as runtime:
+def method_on_text(method: str, seed: int, steps: int, packed: Path, out: Path) -> Trained:
+    """Train a language model that mixes with a method; it is not kept."""
+    config, data = language_config(method, seed, steps, packed, out), PackedData(packed)
+    with running("cpu", seed) as runtime:
         model = build(config.shape(config.depth, data.sequence_len, data.tokenizer.vocab_size), runtime.device)
-        change(model)
-        horizon, stream = config.horizon(model, 1), Stream(data.split("train"), config.seed)
+        if method not in OURS:
+            plug(model, method)
+        horizon, stream = config.horizon(model, 1), Stream(data.split("train"), seed)
         rows = horizon.total_batch_size // data.sequence_len
         optimizer = MuonAdamW(groups_of(model, config, horizon), runtime)
         with progress_bar() as bar:
-            task = bar.add_task(f"{label}, seed {config.seed}", total=steps, status="")
+            task = bar.add_task(f"{method}, seed {seed}", total=steps, status="")
             for step in range(steps):
                 optimizer.zero_grad()
                 loss = accumulate_gradients(model, stream, step, rows, rows, runtime)
@@ -144,12 +132,6 @@ def train_language(label: str, config: LanguageConfig, change: Callable[[GPT], N
         with torch.no_grad():
             evaluated = data.eval_rows("val", config.eval_tokens, config.eval_rows)
             loss = bits_per_byte(model, evaluated, data.tokenizer.token_bytes(), runtime, rows)
-    settings = {"depth": config.depth, "steps": steps, "seed": config.seed, "tokens": steps * horizon.total_batch_size}
+    settings = {"depth": config.depth, "steps": steps, "seed": seed, "tokens": steps * horizon.total_batch_size}
     settings |= {"width": model.config.n_embd, "sequence_len": data.sequence_len, "rates": config.matrix_lr}
     return settings, {"parameters": sum(p.numel() for p in model.parameters()), "val_bpb": loss}
-
-
-def method_on_text(method: str, seed: int, steps: int, packed: Path, out: Path) -> Trained:
-    """A language model that mixes with a method."""
-    config = language_config(base(method), seed, steps, packed, out)
-    return train_language(method, config, (lambda model: None) if method in OURS else lambda model: plug(model, method))

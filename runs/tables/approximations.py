@@ -1,4 +1,4 @@
-"""The tables of the approximations of GKA: errors, signs, times, when one of them wins, and what models learn."""
+"""The tables of the approximations of GKA: errors, signs, times, and when one of them wins."""
 
 import itertools
 from collections.abc import Callable
@@ -10,7 +10,6 @@ from runs.frames import RESULTS
 from runs.neighbours.approximations import measure
 from runs.neighbours.approximations.forms import FORMS, MEAN
 from runs.neighbours.approximations.measure import FUSED, SOFTMAX
-from runs.neighbours.approximations.training import APPROXIMATE, EXACT
 from runs.table import NOT_RUN, Table, measured
 
 FILE = "neighbours/approximations.jsonl"
@@ -95,32 +94,6 @@ def answer(path: Path = RESULTS / FILE) -> list[Table]:
     return _with_source([Table.of([*headings, "error of the mean"], rows)] if rows else [], path, "time")
 
 
-def trained(path: Path = RESULTS / FILE) -> list[Table]:
-    """What models reach with the exact operator and with approximations, in the longest trainings of each task and
-    shape of model.
-    """
-    known, rows = measure.rows(path, "training"), []
-    if known.empty:
-        return []
-    known["shape"] = known.settings.map(shape_of)
-    known = known[known.length == known.groupby(["task", "shape"]).length.transform("max")]
-    for (task, shape), here in known.groupby(["task", "shape"], sort=False):
-        key, form, unit = ("ema_top1", ".2f", "top-1 %") if task == "digits" else ("val_bpb", ".4f", "bits per byte")
-        cells = []
-        for name in (EXACT, *APPROXIMATE):
-            values = [f"{value:{form}}" for value in here[here.form == name][key]]
-            cells.append(f"{', '.join(values)} ({len(values)} seed{'s' * (len(values) > 1)})" if values else NOT_RUN)
-        rows.append([task, shape, unit, f"{here.length.iloc[0]:,.0f}", *cells])
-    headings = ["", "depth, width", "", "epochs or steps", EXACT, *APPROXIMATE]
-    return [Table.of(headings, rows, words=3, sources=[measured(list(known.record), FILE)])]
-
-
-def shape_of(settings: dict) -> str:
-    """Depth and width of a language model, or of a vision model, whose settings have them as words for timm."""
-    words = dict(word.split("=") for word in settings.get("model_kwargs", []))
-    return f"{settings.get('depth', words.get('depth'))}, {settings.get('width', words.get('embed_dim'))}"
-
-
 def _percent(share: float) -> str:
     return "< 0.01%" if 0 < share < 1e-4 else f"{share:.2%}"
 
@@ -153,5 +126,4 @@ TABLES: dict[str, Callable[..., list[Table]]] = {
     "approximations-signs": signs,
     "approximations-time": times,
     "approximations-answer": answer,
-    "approximations-training": trained,
 }

@@ -2,17 +2,19 @@
 
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 
 from figure_runs import vision_run
-from gka import testing
+from gka import gaussian_attention, testing
 from nanochat_gka.model.attention import GKAAttention
 from runs.neighbours.approximations import __main__ as command
 from runs.neighbours.approximations import measure, picture, sources
 from runs.neighbours.approximations.case import Case, random_case
 from runs.neighbours.approximations.forms import FORMS, Sums, directions, kernel, nearest_keys
+from runs.neighbours.approximations.layer import Approximation
 from runs.neighbours.approximations.measure import Truth
 from runs.tables import approximations as tables
 from shown import shown
@@ -166,3 +168,48 @@ def test_the_command_measures_once_and_its_rows_become_tables_and_a_picture(trai
     assert error == pytest.approx(sum(seeds) / 2) and len(seeds) == 2 and f"{error:.2g}" in shown(tables.errors(file))
     with pytest.raises(UserError, match="the forms are positive"):
         command.main(replace(config, forms=["none"]))
+
+
+# An approximation in the place of a layer's operator
+
+
+def layer_case(tokens, same=False):
+    """Features of three sequences, which may be one, and bandwidths of two heads."""
+    x = normal(3, tokens, 2, D, seed=1)
+    return x[:1].repeat(3, 1, 1, 1) if same else x, torch.tensor([0.2, 0.5], dtype=torch.float64)
+
+
+@MASKS
+@pytest.mark.parametrize("landmarks", [0, 5])
+def test_a_layer_whose_window_holds_all_is_exact(landmarks, causal):
+    x, log_sigma = layer_case(21)
+    y = Approximation(2, D, 21, landmarks).double()(x, x, x, log_sigma, causal)
+    assert testing.error(y, gaussian_attention(x, log_sigma, causal=causal, eps=0.0)) < 1e-9
+
+
+@MASKS
+def test_a_layer_with_landmarks_at_all_tokens_is_exact_beyond_the_window(causal):
+    x, log_sigma = layer_case(20, same=True)
+    approximation, window = Approximation(2, D, 4, 20).double(), Approximation(2, D, 4, 0).double()
+    approximation.landmarks.data = x[0].transpose(0, 1).clone()
+    exact = gaussian_attention(x, log_sigma, causal=causal, eps=0.0)
+    assert testing.error(approximation(x, x, x, log_sigma, causal), exact) < 1e-3  # of the ridge
+    assert testing.error(window(x, x, x, log_sigma, causal), exact) > 0.03
+
+
+def test_landmarks_of_a_layer_learn_and_tell_nothing_of_the_future():
+    x, log_sigma = layer_case(24)
+    approximation, changed = Approximation(2, D, 4, 8).double(), x.clone()
+    changed[:, 20:] = normal(3, 4, 2, D, seed=2)
+    y, later = (approximation(features, features, features, log_sigma, True) for features in (x, changed))
+    assert torch.equal(y[:, :20], later[:, :20]) and not torch.allclose(y[:, 20:], later[:, 20:])
+    y.square().sum().backward()
+    assert approximation.landmarks.grad.abs().max() > 0
+
+
+def test_the_example_of_the_page_runs(capsys):
+    page = Path(command.__file__).with_name("README.md").read_text()
+    torch.manual_seed(0)
+    exec(compile(page.split("```python")[1].split("```")[0], "example", "exec"), {})
+    off = int(capsys.readouterr().out.split("off by ")[1].split("%")[0])
+    assert 0 < off < 10  # the window alone is off by 26

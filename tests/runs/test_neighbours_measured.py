@@ -120,7 +120,7 @@ def test_a_gpt_mixes_with_the_method_and_sees_no_later_token(name):
 
 @pytest.mark.parametrize("name, own", [("kernelized-rpe", {"c_q", "c_k", "c_v", "mixing"}), ("non-local-means", set())])
 def test_a_gpt_learns_what_its_method_has_and_no_position_by_muon(name, own):
-    config = trainings.language_config(trainings.base(name), 0, 4, Path("packed"), Path("out"))
+    config = trainings.language_config(name, 0, 4, Path("packed"), Path("out"))
     model = build(config.shape(2, 16, 50), "cpu")
     trainings.plug(model, name)
     assert {key.split(".")[0] for key, _ in model.attentions[0].named_parameters()} == {"c_proj", *own}

@@ -15,14 +15,13 @@ from typing import Annotated, Literal
 import torch
 
 from runs.bench.measurement import Plan
-from runs.neighbours.approximations import training
 from runs.neighbours.approximations.case import random_case
 from runs.neighbours.approximations.forms import FORMS
 from runs.neighbours.approximations.measure import EXACT, FUSED, Truth, time_in_turns
 from runs.neighbours.approximations.picture import draw
 from runs.neighbours.approximations.sources import RANDOM, case_of
 from runs.neighbours.cases import Cases
-from trainkit_gka.cli import Bounds, Count, UserError, run
+from trainkit_gka.cli import Bounds, UserError, run
 from trainkit_gka.progress import console
 
 RUNS = [Path("out/demo/runs") / name for name in ("d4-gka-paper-400", "d4-gka-offsets-400", "digits-gka-50-seed0")]
@@ -32,9 +31,8 @@ RUNS = [Path("out/demo/runs") / name for name in ("d4-gka-paper-400", "d4-gka-of
 class ApproximationsConfig:
     """Measure approximations of Gaussian kernel attention. What the file of the results has is not measured again."""
 
-    parts: list[Literal["errors", "time", "picture", "training"]] = field(default_factory=lambda: ["errors"])
-    """What to do: errors against the float64 oracle, time and memory (on a quiet machine), the picture of both,
-    trainings with the best forms beside the exact operator."""
+    parts: list[Literal["errors", "time", "picture"]] = field(default_factory=lambda: ["errors"])
+    """What to do: errors against the float64 oracle, time and memory (on a quiet machine), the picture of both."""
     run: list[Path] = field(default_factory=lambda: list(RUNS))
     """Folders of trained runs, whose features and bandwidths are taken; random features are measured beside them."""
     random: bool = True
@@ -50,7 +48,7 @@ class ApproximationsConfig:
     causal: bool = True
     """Whether the random features that are timed have a causal mask."""
     exact: bool = True
-    """Time exact fused attention and fused softmax attention in turns with the forms; train with exact attention."""
+    """Time exact fused attention and fused softmax attention in turns with the forms."""
     rounds: Annotated[int, Bounds(1)] = 5
     """Timed rounds."""
     warmup: Annotated[int, Bounds(0)] = 1
@@ -59,14 +57,6 @@ class ApproximationsConfig:
     """Threads; 0 leaves torch's own number."""
     nice: Annotated[int, Bounds(0, 19)] = 0
     """How far other programs go first."""
-    tasks: list[training.Task] = field(default_factory=lambda: list(training.TRAIN))
-    """What is trained."""
-    epochs: Count = 12
-    """Epochs of each vision model."""
-    steps: Count = 300
-    """Steps of each language model."""
-    out: Path = Path("out/neighbours")
-    """Folder for what the trainings write."""
     results: Path = Path("runs/results/neighbours/approximations.jsonl")
     """File of the results."""
     pictures: Path = Path("runs/results/pictures")
@@ -112,29 +102,13 @@ def measure_time(config: ApproximationsConfig, cases: Cases) -> None:
                 cases.append(case(*pair), {}, {**numbers, "group": group})
 
 
-def measure_training(config: ApproximationsConfig, cases: Cases) -> None:
-    """A row for every task, seed and form, the exact operator's first."""
-    forms = [training.EXACT] * config.exact + [form for form in training.APPROXIMATE if form in config.forms]
-    lengths = {task: config.epochs if task == "digits" else config.steps for task in config.tasks}
-    wanted = [
-        dict(part="training", task=task, form=form, seed=seed, length=lengths[task])
-        for task, seed, form in itertools.product(config.tasks, range(config.seeds), forms)
-    ]
-
-    def train(case: dict) -> tuple[dict, dict] | None:
-        numbers = training.TRAIN[case["task"]](case["form"], case["seed"], case["length"], config.out)
-        return None if numbers is None else ({}, numbers)
-
-    cases.fill(wanted, train)
-
-
 def draw_picture(config: ApproximationsConfig, cases: Cases) -> None:
     config.pictures.mkdir(parents=True, exist_ok=True)
     figure = draw(cases.path, config.pictures)
     console.print(f"drew {figure.path}" if figure else "nothing to draw: not run", highlight=False)
 
 
-PARTS = {"errors": measure_errors, "time": measure_time, "training": measure_training, "picture": draw_picture}
+PARTS = {"errors": measure_errors, "time": measure_time, "picture": draw_picture}
 
 
 def main(config: ApproximationsConfig) -> None:

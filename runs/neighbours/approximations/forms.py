@@ -275,7 +275,7 @@ EXP, TRIG = "φ(x) = exp(w·x − |x|²)", "φ(x) = [cos(w·x), sin(w·x)]"
 LOW_RANK = "K = K_QL (K_LL + 10⁻⁵)⁻¹ K_LK"
 CLUSTERED = "K_ij = K(q_i, landmark nearest to k_j)"
 NEAR = f"exact on a block of {BLOCK} and those beside it"
-MEAN, BEST, WINDOW = "mean", "window + Nyström", "window"
+MEAN, WINDOW = "mean", "window"
 FORMS: dict[str, Form] = {
     "positive": Form(PERFORMER, EXP, positive),
     "positive, orthogonal": Form(f"{PERFORMER}; {ORTHOGONAL}", EXP, partial(positive, orthogonal=True)),
@@ -284,7 +284,7 @@ FORMS: dict[str, Form] = {
     "Nyström, uniform": Form(NYSTROM, LOW_RANK, through(uniform, nystrom)),
     "Nyström, k-means": Form(NYSTROM, LOW_RANK, through(k_means, nystrom)),
     "clusters": Form(GAUSS, CLUSTERED, through(k_means, cluster_sums)),
-    BEST: Form(NYSTROM, f"{NEAR}; {LOW_RANK} elsewhere", through(k_means, nystrom), near=True),
+    "window + Nyström": Form(NYSTROM, f"{NEAR}; {LOW_RANK} elsewhere", through(k_means, nystrom), near=True),
     "window + clusters": Form(GAUSS, f"{NEAR}; {CLUSTERED} elsewhere", through(k_means, cluster_sums), near=True),
     "nearest keys": Form(
         "truncation; the search is exact", "the largest K_ij of a row", sums=nearest_keys, random=False

@@ -84,7 +84,7 @@ def _call(case: Case, name: str, size: int) -> Callable[[], Any]:
 
 
 def rows(path: Path, part: str) -> pd.DataFrame:
-    """The rows of a part: error, time or training, with the columns that it has."""
+    """The rows of a part, error or time, with the columns that it has."""
     measured = frame(path, "part")
     if measured.empty:
         return measured
