@@ -1,14 +1,13 @@
 """All methods of the comparison in the paper's order, ours among them, as layers (B, N, C) -> (B, N, C)."""
 
 import copy
-from dataclasses import asdict
 
 import torch
 from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 
 from deit_gka.model.attention import ATTENTION
 from gka import KINDS, attention_cost
-from runs.neighbours.costs import related_cost
 from runs.neighbours.methods import METHODS, About, MixingLayer
 from trainkit_gka.cli import UserError
 
@@ -35,12 +34,19 @@ def layer(name: str, tokens: int, causal: bool = False) -> nn.Module:
 
 
 def cost(name: str, tokens: int) -> dict[str, int]:
-    """Parameters of a layer, FLOPs of its matrix products for one sequence, forward, and its other FLOPs."""
+    """Parameters of a layer; FLOPs of one sequence, forward: of matrix products, as torch counts them, and others."""
     if name in OURS:
         known = attention_cost(name, DIM, HEADS, tokens, value_bias=True)
         return {"parameters": known.parameters, "flops": known.flops, "other_flops": 0}
-    size = METHODS[name](HEADS, DIM // HEADS, tokens).size
-    return asdict(related_cost(name, DIM, HEADS, tokens, size=size))
+    with torch.device("meta"), torch.no_grad():  # nothing is computed
+        built = layer(name, tokens)
+        with FlopCounterMode(display=False) as counter:
+            built(torch.empty(1, tokens, DIM))
+    flops = counter.get_total_flops()
+    if name == "non-local-means":  # its operator is ours, with one head
+        flops = attention_cost("gka", DIM, 1, tokens).flops
+    parameters = sum(parameter.numel() for parameter in built.parameters())
+    return {"parameters": parameters, "flops": flops, "other_flops": built.mixing.other_flops(tokens)}
 
 
 def by_equation(built: nn.Module, dtype: torch.dtype = torch.float64) -> nn.Module:

@@ -14,7 +14,10 @@ import torch.nn.functional as F
 from torch import nn
 
 from gka import gaussian_attention
-from runs.neighbours.costs import CHUNK, ITERATIONS, REACH, WINDOW, transform_length
+
+CHUNK = 128  # tokens whose products are built at once in the causal form of feature maps
+ITERATIONS = 6  # of the inverse of Nyströmformer and Skyformer, four products each
+WINDOW, REACH = 64, 2  # Krause: tokens in reach of causal text, and rows and columns to each side in a grid of patches
 
 
 @dataclass(frozen=True)
@@ -49,6 +52,10 @@ class Mixing(nn.Module, ABC):
 
     def default_size(self) -> int:
         """m of the method; 0 where it has none."""
+        return 0
+
+    def other_flops(self, tokens: int) -> int:
+        """FLOPs of one sequence, forward, that are no matrix products, where these are not all of the work."""
         return 0
 
     @abstractmethod
@@ -196,6 +203,11 @@ class Performer(Mixing):
         return self.normalised(self._exponents(q).exp() @ self._exponents(k).exp().mT / self.size, v)
 
 
+def transform_length(tokens: int) -> int:
+    """A power of two at which what wraps around a convolution of all distances stays in front of what is read."""
+    return 2 ** math.ceil(math.log2(2 * tokens - 1))
+
+
 class KernelizedRPE(Mixing):
     """Luo et al., "Stable, Fast and Accurate: Kernelized Attention with Relative Positional Encoding", NeurIPS 2021,
     arXiv 2106.12566.
@@ -215,6 +227,14 @@ class KernelizedRPE(Mixing):
 
     def default_size(self):
         return 32
+
+    def other_flops(self, tokens):
+        """Fourier transforms: phi(k) v^T, 5 L log2 L for each complex transform of length L and half for a real one,
+        there and back, and 6 for each complex product of spectra, which are half as long.
+        """
+        length, rows = transform_length(tokens), self.size * (self.head_dim + 1)
+        transform = 5 * length * math.ceil(math.log2(length)) // 2
+        return self.heads * ((2 * rows + 1) * transform + rows * (tokens + 6 * (length // 2 + 1)))
 
     def _features(self, x):
         return positive_exponents(F.normalize(x, dim=-1), self.omega).exp()
@@ -411,6 +431,12 @@ class Krause(Mixing):
 
     def default_size(self):
         return 32 if self.causal else 16
+
+    def other_flops(self, tokens):
+        """Difference, square and sum of every pair of neighbours."""
+        of_grid = (2 * REACH + 1) ** 2 + 2  # 5 x 5, the CLS token, and what the CLS token sees
+        in_reach = min(WINDOW, tokens) if self.causal else of_grid
+        return 3 * self.heads * tokens * in_reach * self.head_dim
 
     def _weights(self, squared, exists=None):
         """Weights of the `size` nearest keys of each row, 0 for the others. squared: distances, (B, H, N, W)."""

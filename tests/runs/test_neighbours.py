@@ -4,11 +4,8 @@ import math
 
 import pytest
 import torch
-from torch.utils.flop_counter import FlopCounterMode
 
-import gka.flops  # noqa: F401  torch's counter then knows the operator of non-local means
-from gka.impl.cpu import build as cpu_kernel
-from runs.neighbours.costs import related_cost
+from runs.neighbours.layers import DIM, cost
 from runs.neighbours.methods import (
     METHODS,
     MixingLayer,
@@ -64,25 +61,24 @@ def test_causal_forms_do_not_see_later_tokens(name):
         assert torch.equal(after, before)
 
 
-@pytest.mark.parametrize("tokens", [2, 150])  # fewer than landmarks, and more
-@pytest.mark.parametrize("name, causal", CASES)
-def test_costs_are_what_torch_counts(name, causal, tokens):
-    if name == "non-local-means" and (obstacle := cpu_kernel.obstacle()):
-        pytest.skip(f"torch does not count its own attention on CPUs, which takes the kernel's place: {obstacle}")
-    layer = MixingLayer(build(name, tokens, causal))
-    with FlopCounterMode(display=False) as counter, torch.no_grad():
-        layer(torch.randn(1, tokens, HEADS * HEAD_DIM))
-    known = related_cost(name, HEADS * HEAD_DIM, HEADS, tokens, size=layer.mixing.size, causal=causal)
-    assert known.flops == counter.get_total_flops()
-    assert known.parameters == sum(parameter.numel() for parameter in layer.parameters())
+def test_costs_are_those_of_the_equations():
+    """By hand, for one sequence: linear maps, and what mixes."""
+    tokens, landmarks, head_dim = 197, 64, DIM // 3
+    linear_maps = {"parameters": 4 * (DIM**2 + DIM), "flops": 2 * tokens * 4 * DIM**2}
+    linformer = cost("linformer", tokens)
+    assert linformer["parameters"] == linear_maps["parameters"] + 2 * landmarks * tokens  # E and F
+    assert linformer["flops"] == linear_maps["flops"] + 4 * 2 * landmarks * tokens * DIM
+    linear = cost("linear-transformer", tokens)
+    assert linear["flops"] == linear_maps["flops"] + 2 * 2 * tokens * DIM * (head_dim + 1)
+    assert cost("krause", tokens)["other_flops"] == 3 * 27 * tokens * DIM
+    means, ours = cost("non-local-means", tokens), cost("gka", tokens)
+    assert means["parameters"] == DIM**2 + DIM and means["flops"] == ours["flops"]
 
 
 def test_causal_forms_that_do_not_exist_are_refused():
     for name in sorted(set(METHODS) - set(CAUSAL)):
         with pytest.raises(ValueError, match="has no causal form"):
             build(name, 10, causal=True)
-        with pytest.raises(ValueError, match="has no causal form"):
-            related_cost(name, HEADS * HEAD_DIM, HEADS, 10, size=5, causal=True)
 
 
 # What the methods are known for
