@@ -171,7 +171,7 @@ def main(config: EvaluateConfig) -> None:
             print(note, file=sys.stderr)
         metrics = measure(config, runtime)
         if runtime.is_main:
-            about = {"run": config.run.name if config.run else None, "model": config.model or None}
+            about = {"run": config.run.resolve().name if config.run else None, "model": config.model or None}
             about |= {"data": config.data, "split": config.split, **config.given_parts()}
             append_result(config.results, "evaluate_deit", about, metrics, runtime.device, runtime.world_size)
 

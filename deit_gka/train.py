@@ -267,7 +267,7 @@ class Trainer(BaseTrainer):
         may_be_best = trusted([*earlier, values])
         is_best = values is max(may_be_best, key=lambda record: record[self.metric])  # the first of equals
         if self.runtime.any(self.runtime.is_main and is_best):  # the others do not read the log
-            self.save("best", leave_out=self.NOT_IN_BEST, keep=1)
+            self.save("best", leave_out=self.NOT_IN_BEST, keep=1, again=True)  # may hold an earlier history's
         text = f"epoch {epoch}/{self.config.epochs} | {epoch_text(values, speed, sigma)}{self.memory_text()}"
         text += f"\nbroken training images replaced {broken} times so far" if broken else ""
         more = {"memory_mib": self.memory(), "sigma": sigma, "broken_train": broken}

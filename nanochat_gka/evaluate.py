@@ -115,7 +115,7 @@ def main(config: EvaluateConfig) -> None:
     with running(config.device_type, config.seed) as runtime:
         metrics = evaluate(config, runtime)
         if runtime.is_main:
-            settings = {"run": config.run.name, "split_tokens": config.split_tokens}
+            settings = {"run": run_folder(config.run).name, "split_tokens": config.split_tokens}
             append_result(config.results, "evaluate", settings, metrics, runtime.device, runtime.world_size)
 
 

@@ -108,7 +108,7 @@ def ask(engine: Engine, config: GenerateConfig) -> None:
             say("error: that is not UTF-8 text")
             continue
         try:
-            write_stream(engine, prompt, replace(config, seed=config.seed + turn))
+            write_stream(engine, prompt, replace(config, seed=(config.seed + turn) % 2**63))
         except UserError as error:
             say(f"error: {error}")
 

@@ -11,7 +11,6 @@ It runs before there is an environment: the standard library alone, no newer Pyt
 """
 
 import importlib
-import itertools
 import json
 import os
 import re
@@ -383,7 +382,7 @@ def has_device(given):
     """Whether there is a GPU, or the user asks for the CPU, or only what a training would be."""
     flags = given.get("ARGS", "")
     words = [word.replace("_", "-") for word in shlex.split(flags.replace("=", " "))]
-    on_cpu = ("--device-type", "cpu") in itertools.pairwise(words)
+    on_cpu = "--device-type cpu" in " ".join(words)
     return on_cpu or is_dry_run(flags) or count_gpus() > 0
 
 

@@ -47,17 +47,18 @@ def save(
     state: dict[str, Any],
     files: dict[str, Path] | None = None,
     keep: int = 2,
+    again: bool = False,
 ) -> Path:
     """Write checkpoint `step` into `folder` and keep the newest `keep` of those up to it. Returns its folder.
 
     files: copied in under the given names. The final name appears only when everything is on disk; a kill at any moment
-    leaves the previous checkpoints as they are. An intact checkpoint of this step stays as it is. Later steps are
-    deleted: a run that saves an earlier one has fallen back past them.
+    leaves the previous checkpoints as they are. An intact checkpoint of this step stays as it is, unless it is to be
+    written `again`. Later steps are deleted: a run that saves an earlier one has fallen back past them.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     final = folder / f"step_{step:08d}"
-    if final.exists() and find_damage(final) is None:
+    if not again and final.exists() and find_damage(final) is None:
         return final
     _delete(folder.glob(".tmp-*step_*"))  # of a killed process, of any step
     with atomic_folder(final) as temporary:

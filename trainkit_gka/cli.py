@@ -353,7 +353,8 @@ def command_line() -> str:
     program, ranks = _program(), int(os.environ.get("WORLD_SIZE", "1"))
     if ranks > 1:
         launcher = ["-m", OUR_TORCHRUN, "--standalone", "--nproc-per-node", str(ranks)]
-        program = [program[0], *launcher, *program[1:-1], "--", program[-1]]
+        python, *words = [as_typed(sys.executable), "--no-python", *program] if console_script else program
+        program = [python, *launcher, *words[:-1], "--", words[-1]]
     return shlex.join([*program, *sys.argv[1:]])
 
 

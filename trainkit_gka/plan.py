@@ -71,7 +71,8 @@ def disk(trainer: Trainer, sizes: dict[str, int]) -> str:
         words += " and the best weights"
     out, most = config.out.absolute(), kept + size  # an old one goes when a new one is complete
     free = shutil.disk_usage(next(folder for folder in (out, *out.parents) if folder.exists())).free
-    short = "" if most <= free else "; that is too little: free some, or lower --keep"
+    there = sum(path.stat().st_size for path in config.folder.glob("*/step_*/*.safetensors"))  # of this run already
+    short = "" if most <= free + there else "; that is too little: free some, or lower --keep"
     return f"{kept:,} bytes for {words}, {gigabytes(most)} while one is written, {gigabytes(free)} free{short}"
 
 

@@ -1,5 +1,6 @@
 """Numbers live in files: every finished run appends one JSON line that says what was run, where, and what came out."""
 
+import functools
 import importlib.metadata
 import json
 import os
@@ -18,6 +19,7 @@ from trainkit_gka.cli import command_line
 from trainkit_gka.progress import finite, read_lines
 
 PROJECT = Path(__file__).resolve().parents[1]
+CODE = ("py", "cpp", "h")  # endings of files that decide what is computed
 CPUINFO = Path("/proc/cpuinfo")
 
 
@@ -47,7 +49,7 @@ def describe_hardware(device: torch.device) -> str:
 
 def hardware_of(record: dict[str, Any]) -> str:
     """The hardware of a record, in words. Older records count "1 threads"."""
-    return re.sub(r"\b1 threads$", "1 thread", str(record["hardware"]))
+    return re.sub(r"\b1 threads$", "1 thread", str(record.get("hardware")))
 
 
 def is_processor(hardware: str) -> bool:
@@ -66,14 +68,19 @@ def peak_memory(device: torch.device) -> float:
     return peak / (2**20 if sys.platform == "darwin" else 2**10)  # bytes on macOS, KiB elsewhere
 
 
+@functools.cache
 def git_commit() -> str:
-    """The short commit of the code, with + if the tree was changed; outside a checkout the version of the package."""
+    """The short commit of the code, with + if the tree was changed; outside a checkout the version of the package.
+
+    As it was when it was first asked for: the code of a long run may have another commit at its end.
+    """
     if not (PROJECT / ".git").exists():  # installed: a repository around it is another project's
         return f"gka {importlib.metadata.version('gka')}, installed"
     git = ["git", "-C", str(PROJECT)]
     try:
         commit = subprocess.run([*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True)
-        changed = subprocess.run([*git, "diff", "--quiet", "HEAD", "--", "*.py"], capture_output=True).returncode
+        state = [*git, "status", "--porcelain", "--", *(f"*.{suffix}" for suffix in CODE)]
+        changed = subprocess.run(state, capture_output=True, text=True, check=True).stdout
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
     return commit.stdout.strip() + ("+" if changed else "")

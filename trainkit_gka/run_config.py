@@ -72,12 +72,17 @@ class RunConfig:
         if not self.tag or "/" in self.tag or self.tag.startswith("."):
             raise UserError(f"--model-tag must be a plain folder name, got {self.tag!r}")
 
+    @classmethod
+    def defaults(cls) -> dict[str, Any]:
+        """Of all flags, as an identity has them: what a run had of a flag that is younger."""
+        return _as_json({field.name: field.default for field in fields(cls)})
+
     def check_continues(self, saved: dict[str, Any]) -> None:
         """Raises UserError that names the first flag whose value differs from the run's, whose identity is `saved`.
 
         A flag that is younger than the run had its default there. One that only the run has is refused.
         """
-        defaults = _as_json({field.name: field.default for field in fields(self)})
+        defaults = self.defaults()
         if unknown := sorted(saved.keys() - defaults.keys()):
             given = f"{flag_of(unknown[0])} {_shown(saved[unknown[0]])}"
             raise UserError(f"the run in {self.folder} has {given}, which this version does not know")

@@ -134,10 +134,17 @@ class Trainer(ABC):
         started = self.state["step"] > 0
         return [one for one in self.evaluations if (self.due(one.every) if started else one.at_start)]
 
-    def save(self, folder: str = "checkpoints", leave_out: tuple[str, ...] = (), keep: int | None = None) -> None:
+    def save(
+        self,
+        folder: str = "checkpoints",
+        leave_out: tuple[str, ...] = (),
+        keep: int | None = None,
+        again: bool = False,
+    ) -> None:
         """Write a checkpoint into `folder` of the run, without the tensors in `leave_out`.
 
-        Raises UserError for weights that are not finite, before they take the place of some that are.
+        again: also in the place of an intact one of this step. Raises UserError for weights that are not finite, before
+        they take the place of some that are.
         """
         if not self.is_finite():
             raise self.diverged("the weights are not finite", consequence="they were not saved")
@@ -145,9 +152,8 @@ class Trainer(ABC):
         tensors = {name: group for name, group in kept.tensors.items() if name not in leave_out}
         if self.runtime.is_main:
             state = {"train_config": self.config.identity(), "progress": self.state, **kept.about}
-            checkpoint.save(
-                self.folder / folder, self.state["step"], tensors, state, kept.files, keep or self.config.keep
-            )
+            keep = keep or self.config.keep
+            checkpoint.save(self.folder / folder, self.state["step"], tensors, state, kept.files, keep, again)
         self.runtime.barrier()
 
     def is_finite(self) -> bool:

@@ -89,10 +89,10 @@ class Sources:
         return table
 
 
-def has_settings(run: FinishedRun, identity: dict[str, Any]) -> bool:
-    """Whether every setting of `identity` that is not free is the run's."""
-    absent = object()
-    return all(run.config.get(key, absent) == value for key, value in identity.items() if key not in FREE)
+def has_settings(run: FinishedRun, identity: dict[str, Any], younger: dict[str, Any]) -> bool:
+    """Whether every setting of `identity` that is not free is the run's. younger: values of flags that it had not."""
+    settings = {**younger, **run.config}
+    return all(key in settings and settings[key] == value for key, value in identity.items() if key not in FREE)
 
 
 def timm_name(label: str) -> str:
@@ -119,7 +119,7 @@ def vision_run(label: str, runs: list[FinishedRun]) -> FinishedRun | None:
         if run.steps is not None:  # whose training images can be counted too
             drawn = run.steps * config.batch_size / config.epochs
             counts = counts and abs(drawn - IMAGENET_TRAINING) < config.batch_size
-        if has_settings(run, identity) and counts and not run.warm_start:
+        if has_settings(run, identity, config.defaults()) and counts and not run.warm_start:
             return run
     return None
 
@@ -129,7 +129,7 @@ def total_rate(label: str, per_gpu: int, runs: list[FinishedRun]) -> float | Non
     wanted = {"model": timm_name(label), "batch_size": per_gpu * GPUS, "input_size": PIXELS, "model_kwargs": []}
     for run in runs:
         on_gpus = run.processes == GPUS and run.metrics.get("memory_mib", 0) > 0
-        if has_settings(run, wanted) and on_gpus and run.metrics["parameters"] == cost(label).parameters:
+        if has_settings(run, wanted, {}) and on_gpus and run.metrics["parameters"] == cost(label).parameters:
             return run.metrics.get("images_per_second")
     return None
 
@@ -146,10 +146,12 @@ def _recipe(model: str) -> dict[str, Any]:
 
 def language_run(model: str, runs: list[FinishedRun]) -> FinishedRun | None:
     """The first run of a row of the language tables: depth 20, its attention, its token ratio, nanochat's settings."""
-    identity, counts = LanguageTraining(depth=DEPTH, **_recipe(model)).identity(), language_counts(model)
+    config, counts = LanguageTraining(depth=DEPTH, **_recipe(model)), language_counts(model)
     for run in runs:
         keys = ("parameters", "flops_per_token", "train_tokens")
-        if has_settings(run, identity) and all(run.metrics.get(key) == counts[key] for key in keys):
+        if has_settings(run, config.identity(), config.defaults()) and all(
+            run.metrics.get(key) == counts[key] for key in keys
+        ):
             return run
     return None
 

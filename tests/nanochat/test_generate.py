@@ -69,6 +69,7 @@ def test_interactive_continues_what_is_typed(trained, tokenizer, monkeypatch, ca
     assert "error: the prompt has" in printed.err
     first, second = typed("the\nthe\n", "--temperature", 2, "--top-k", 0).out.split("the")[1:]
     assert len(first) > 9 and first != second
+    assert "error" not in typed("the\nthe\n", "--seed", 2**63 - 1).err  # after which comes 0
 
 
 @pytest.mark.parametrize(

@@ -148,6 +148,8 @@ def test_evaluation_finds_the_rows_of_the_run(packed, tmp_path, capsys):
     folder = tmp_path / "moved/out/run"
     for place in (folder, folder / "checkpoints/step_00000002"):
         assert evaluation(place, capsys)[1].out == given.out
+    written = [(file.parent / "bpb.jsonl").read_text().splitlines() for file in (folder, place)]
+    assert {json.loads(line)["config"]["run"] for lines in written for line in lines} == {"run"}  # of a checkpoint too
     (tmp_path / "moved/packed").rename(tmp_path / "hidden")
     code, (_, error) = evaluation(folder, capsys)
     assert code == 2 and error.count("\n") == 1 and "there/packed" in error and "give --data FOLDER with rows" in error

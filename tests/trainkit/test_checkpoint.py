@@ -152,6 +152,8 @@ def test_intact_step_is_not_overwritten(tmp_path):
     before = {file: file.stat().st_ino for file in path.iterdir()}
     assert checkpoint.save(tmp_path, 1, {}, {}) == path
     assert before == {file: file.stat().st_ino for file in path.iterdir()}
+    checkpoint.save(tmp_path, 1, {}, {"whose": "another history's"}, again=True)
+    assert checkpoint.load(path).state["whose"] == "another history's"
 
 
 def test_fall_back_keeps_the_only_intact_checkpoint(tmp_path):

@@ -7,6 +7,7 @@ import math
 import os
 import pty
 import re
+import shlex
 import subprocess
 import sys
 from dataclasses import dataclass, field, fields
@@ -17,7 +18,7 @@ import pytest
 
 import processes
 from sources import ENTRY_POINT, ROOT, tracked
-from trainkit_gka.cli import Bounds, Seed, UserError, _field_docs, check_bounds, command_line, flag_of, run
+from trainkit_gka.cli import Bounds, Seed, UserError, _field_docs, as_typed, check_bounds, command_line, flag_of, run
 
 CONFIGS = {
     "nanochat_gka.train": "TrainConfig",
@@ -58,6 +59,10 @@ def test_a_launcher_that_cannot_be_seen_is_not_named(monkeypatch):
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "gone")
     monkeypatch.setattr("os.getppid", lambda: gone.pid)
     assert " -m trainkit_gka.torchrun --standalone --nproc-per-node 2 " in command_line()
+    monkeypatch.setattr("trainkit_gka.cli.console_script", "/opt/gka-train-lm")
+    given = shlex.split(command_line())
+    assert given[1:8] == ["-m", "trainkit_gka.torchrun", "--standalone", "--nproc-per-node", "2", "--no-python", "--"]
+    assert given[0] == as_typed(sys.executable) and given[8] == "/opt/gka-train-lm"
 
 
 def test_interrupted_is_130(capsys):

@@ -95,3 +95,14 @@ def test_too_small_a_disk_is_said(places, monkeypatch, free, warned):
     monkeypatch.setattr("shutil.disk_usage", lambda folder: type("Usage", (), {"free": free}))
     trainer = ToyTrainer(ToyConfig(model_tag="toy", keep=2, **places), CPU)
     assert ("too little" in plan.plan(trainer, {"model": 10**9})["disk"]) == warned
+
+
+def test_disk_that_the_run_takes_already_is_not_missing(places, monkeypatch):
+    """Its checkpoints go as new ones come."""
+    monkeypatch.setattr("shutil.disk_usage", lambda folder: type("Usage", (), {"free": 2000}))
+    config = ToyConfig(model_tag="toy", keep=2, **places)
+    there = config.folder / "checkpoints" / "step_00000001"
+    there.mkdir(parents=True)
+    (there / "model.safetensors").write_bytes(bytes(1000))
+    assert "too little" not in plan.plan(ToyTrainer(config, CPU), {"model": 1000})["disk"]
+    assert "too little" in plan.plan(ToyTrainer(config, CPU), {"model": 1001})["disk"]

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import tiny
+from trainkit_gka import results
 from trainkit_gka.cli import PassingFault, UserError, as_typed
 from trainkit_gka.distributed import Runtime, setup
 from trainkit_gka.exports import CONFIG, export_folder
@@ -248,3 +249,25 @@ def test_result_line_names_commit_command_and_hardware(tmp_path):
     assert re.fullmatch(r"\d{4}-\d\d-\d\d \d\d:\d\d", record["date"])
     assert re.fullmatch(r"[0-9a-f]{7,}\+?|unknown", record["commit"])
     assert record["command"].startswith(as_typed(sys.executable)) and is_processor(record["hardware"])
+
+
+def test_the_commit_is_that_of_the_start_and_a_changed_kernel_is_said(tmp_path, monkeypatch):
+    monkeypatch.setattr(results, "PROJECT", tmp_path)
+    git = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b"]
+
+    def commit(text):
+        (tmp_path / "kernel.cpp").write_text(text)
+        for words in (["init", "-q"], ["add", "."], ["commit", "-qm", "a"]):
+            subprocess.run([*git, *words], check=True)
+        return results.git_commit.__wrapped__()
+
+    first = commit("// 1")
+    results.git_commit.cache_clear()
+    assert results.git_commit() == first and not first.endswith("+")
+    second = commit("// 2")
+    assert results.git_commit() == first != second
+    (tmp_path / "notes.md").write_text("what decides nothing")
+    assert results.git_commit.__wrapped__() == second
+    (tmp_path / "kernel.cpp").write_text("// 3")
+    assert results.git_commit.__wrapped__() == f"{second}+"
+    results.git_commit.cache_clear()

@@ -64,7 +64,7 @@ class Tars(Source):
         file = self._files.get(shard)
         if file is None:
             if len(self._files) >= MAX_OPEN:
-                del self._files[next(iter(self._files))]
+                self._files.pop(next(iter(self._files))).close()
             file = open(self._shards[shard], "rb", buffering=0)  # noqa: SIM115 (kept for the next image)
             self._files[shard] = file
         data = os.pread(file.fileno(), size, offset)
