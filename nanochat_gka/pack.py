@@ -45,8 +45,8 @@ class PackConfig:
 
 def main(config: PackConfig) -> None:
     corpus, tokenizer = ParquetCorpus(config.corpus), Tokenizer.load(config.tokenizer)
-    if much := corpus.held_out():
-        print(f"{config.corpus}: {much}")
+    for remark in corpus.remarks():
+        print(remark)
     part = Part.parse(config.part) if config.part else None
     out = part.folder(config.out) if part else config.out
     split_documents = chosen_split(config, out)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-from nanochat_gka.data.corpora import ParquetCorpus, counted, file_changes, fingerprint
+from nanochat_gka.data.corpora import ParquetCorpus, file_changes, fingerprint
 from nanochat_gka.data.shards import start_anew
 from nanochat_gka.data.tokenizer import FILE_NAME, VOCAB, Tokenizer
 from trainkit_gka.cli import Count, CountOrAll, UserError, flag_of, run
@@ -37,10 +37,8 @@ class TokenizerConfig:
 
 def main(config: TokenizerConfig) -> None:
     corpus = ParquetCorpus(config.corpus)
-    if others := counted(corpus.unread()):
-        print(f"{config.corpus}: not read: {others}")
-    if much := corpus.held_out():
-        print(f"{config.corpus}: {much}")
+    for remark in corpus.remarks():
+        print(remark)
     files = fingerprint(corpus.files("train"))
     recipe = {key: getattr(config, key) for key in FLAGS}
     recipe |= {"corpus": files["source"], "checksums": files["checksums"]}

@@ -77,6 +77,11 @@ class ParquetCorpus:
             for batch in document_batches(path):
                 yield from filter(None, batch)
 
+    def remarks(self) -> list[str]:
+        """What a command that reads it says first: which files are not read, and what is held out, if it is much."""
+        unread = counted(self.unread())
+        return [f"{self.folder}: {words}" for words in (unread and f"not read: {unread}", self.held_out()) if words]
+
     def held_out(self) -> str:
         """In words, which file is held out if it is the last and much of the text; else empty."""
         names = top_parquet(self.folder)

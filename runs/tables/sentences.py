@@ -131,16 +131,16 @@ def tokens_of(place: Place) -> str:
 def text_quality(study: Study) -> str:
     """The verdict on text, for the front page, whose table has the numbers of the preset."""
     tokens, _, time = map(verdict, study.ways(PRESET, CONTROL, LONGEST))
-    elsewhere: dict[int, list[str]] = {}
+    elsewhere = {}  # of every other depth, after its longest training whose time can be compared
     for place in scaled_places():
-        at_time = verdict(study.ways(PRESET, CONTROL, place)[2])
-        if place["depth"] != LONGEST["depth"] and at_time != "open":
-            elsewhere.setdefault(place["depth"], []).append(at_time)
-    others = [f"{' or '.join(dict.fromkeys(words))} with {depth} layers" for depth, words in elsewhere.items()]
+        at_time = study.ways(PRESET, CONTROL, place)[2]
+        if place["depth"] != LONGEST["depth"] and verdict(at_time) != "open":
+            elsewhere[place["depth"]] = f"with {place['depth']} layers the preset is {standing(at_time)}"
     return (
         f"**Text.** With four layers and {tokens_of(LONGEST)} of books the paper's form is "
         f"{standing(study.over(PAPER, SOFTMAX, LONGEST), NAMES[SOFTMAX])}. The preset is {tokens} with "
-        f"{NAMES[CONTROL]} after as many tokens, and {time} after as much time on a CPU ({', '.join(others)})."
+        f"{NAMES[CONTROL]} after as many tokens, and {time} after as much time on a CPU. At equal time softmax has the "
+        f"number of layers that is best for it: {', '.join(elsewhere.values())}."
     )
 
 
@@ -335,9 +335,11 @@ def classifier() -> str:
         "ahead with every seed" if leads.all() else "ahead with some seeds" if leads.any() else "behind with every seed"
     )
     gka, softmax = (f"{100 * by_seed[kind].mean():.1f} %" for kind in ("gka", "softmax"))
+    ends = f"{100 * by_seed['gka'].min():.1f} to {100 * by_seed['gka'].max():.1f}"
     return (
         f"**Classifying text.** In one example, BERT trained from scratch on docstrings, the paper's form is {order} "
-        f"({gka} against softmax's {softmax}; [the example](runs/README.md#an-example-on-text)). Head offsets were not "
+        f"({gka}, from {ends} over {len(by_seed)} seeds, against softmax's {softmax}; "
+        f"[the example](runs/README.md#an-example-on-text)). Head offsets were not "
         "tried there."
     )
 
@@ -365,7 +367,7 @@ def speed() -> str:
     """The verdict on speed, for the front page."""
     operator, models = _ratios("attention", "forward+backward")[0], _of_models()
     on_cpus = (
-        f"**Speed.** On server CPUs with AVX-512, on one or two threads in float32, attention is "
+        f"**Speed.** On server CPUs with AVX-512, on one or two threads in float32, attention of the paper's form is "
         f"{_range(operator, 'float32')} as fast as the fastest softmax attention in PyTorch, forward and backward, and "
         f"a training step of a whole model {_range(models, 'float32')} ([benchmarks](runs/README.md#benchmarks))."
     )
@@ -383,7 +385,8 @@ def _on_gpu(lines: pd.DataFrame) -> str:
     left_out = lines.case.str.startswith(("decode", "padded"))
     both = lines[(lines["dtype"] == "bfloat16") & ~left_out & (lines.phase == "forward+backward")]
     return (
-        f"On an {lines.machine.iloc[0]} in bfloat16 attention is {_of_cases(both)} as fast as the fastest, and "
+        f"On an {lines.machine.iloc[0]} in bfloat16, forward and backward, it is {_of_cases(both)} as fast as the "
+        f"fastest, and "
         f"{_of_cases(both, 'flash')} as fast as torch's default, FlashAttention-2; whole models were not timed there "
         "([measured in 15 minutes](gka/impl/triton/README.md#measured-on-a-gpu))."
     )

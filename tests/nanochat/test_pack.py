@@ -223,6 +223,14 @@ def own(packed, tmp_path):
     return tmp_path
 
 
+def test_files_in_no_split_are_named(own, tmp_path, capsys):
+    """Where others say by their names what is held out."""
+    texts = {name: [f"{name} " * 400] * 4 for name in ("cooking", "dev-notes", "training-manual")}
+    write_parquet(tmp_path / "named", **texts)
+    pack.main(automatic(own, tmp_path / "packed", corpus=tmp_path / "named"))
+    assert f"{tmp_path / 'named'}: not read: 1 .parquet\n" in capsys.readouterr().out
+
+
 def test_own_text_is_not_cropped(own, capsys):
     """nanochat's rows hold the beginning of a book and throw the rest away, and then packing says what to change."""
     pack.main(config(own, own / "theirs"))

@@ -76,9 +76,10 @@ def bare(axes, fontsize: int = 8) -> None:
 
 
 def label_layers(axes, subject) -> None:
-    """Write the numbers and kinds of `subject.layers` above the columns of axes."""
+    """Write the numbers of `subject.layers` above the columns of axes, and their kinds where they differ."""
+    differ = len({layer.kind for layer in subject.layers}) > 1
     for number, (axis, layer) in enumerate(zip(axes[0], subject.layers), start=1):
-        axis.set_title(f"layer {number}" + (f" ({layer.kind})" if layer.kind != "gka" else ""), fontsize=9)
+        axis.set_title(f"layer {number}" + (f" ({layer.kind})" if differ else ""), fontsize=9)
 
 
 def scale(
