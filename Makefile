@@ -29,7 +29,8 @@ test test-gpu lint: launch  ## the tests (no GPU, no network); those for CUDA; r
 data tokenizer tokenize: launch  ## the corpus; its tokenizer; rows of SEQ tokens
 pretrain-d20: launch  ## the paper's GKA run: depth 20, 2.8e9 tokens (DEPTH=...)
 pretrain-d20-base: launch  ## the paper's softmax baseline: depth 20, 4.6e9 tokens
-pretrain-d20-best: launch  ## the best form of runs/study, at the same FLOPs
+pretrain-d20-best: launch  ## the form that runs/study recommends, at the same FLOPs
+pretrain-small: launch  ## the same with 4 layers, in minutes on a CPU (CORPUS=folder)
 eval-bpb eval-bpb-base: launch  ## bits per byte and samples of a run, on its own data
 eval-core eval-core-base: launch  ## DCLM's CORE of a run (BUNDLE=folder or zip, else it is fetched)
 sample: launch  ## text from a run (PROMPT='...')

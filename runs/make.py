@@ -22,7 +22,7 @@ import sys
 from pathlib import Path
 
 from runs import commands
-from runs.settings import DEFAULTS, STUDY, Problem, flags_of, read
+from runs.settings import DEFAULTS, OF_TARGET, Problem, flags_of, read
 
 PYTHON = ".venv/bin/python"
 INSTALL = '-m pip install -e ".[dev]"'
@@ -88,6 +88,7 @@ RECIPES = {  # the experiments that train language models
     "pretrain-d20": "runs.paper.gpt_d20_gka",
     "pretrain-d20-base": "runs.paper.gpt_d20_softmax",
     "pretrain-d20-best": "runs.study.gpt_d20_best",
+    "pretrain-small": "runs.study.gpt_small",
 }
 NEEDS = {"tokenizer": ["data"], "tokenize": ["data", "tokenizer"], "study": ["tokenize"], "diff": ["vendor"]}
 NEEDS.update({target: ["tokenize"] for target in RECIPES})
@@ -97,7 +98,6 @@ SMALL_VISION = (
     "--lr 0.2 --repeated-aug 1 --mixup 0 --cutmix 0 --aa= --reprob 0 --hflip 0 --scale 0.8 1 --model-ema-decay 0.99 "
     "--eval-every 5 --warmup-epochs 0"
 )
-SMALL_LANGUAGE = "--device-type cpu --num-iterations 100 --total-batch-size 8192"
 GIVE_DATA = (
     "Give DATA=folder with train/ and val/ (ImageNet as class folders, or webdataset tars) "
     'or DATA=hf:ILSVRC/imagenet-1k (after "hf auth login")'
@@ -255,7 +255,7 @@ def check(target, given):
         raise Problem("Python 3.10 or newer is needed; set PYTHON=python3.x")
     if target == "data":
         check_corpus(given)
-    elif target in RECIPES:
+    elif target in RECIPES and target != "pretrain-small":
         check_gpu(given)
     elif target == "figures" and not os.path.exists(given.get("RUN", ".")):
         raise Problem(f"RUN={given['RUN']}: there is no such folder")
@@ -390,7 +390,7 @@ def small(given, flags, **settings):
     """Words for the shell: a small run's settings and flags, in which what the user gave counts."""
     settings.update((name, given[name]) for name in settings if name in given)
     settings["ARGS"] = " ".join(filter(None, [flags, given.get("ARGS", "")]))
-    return " ".join(f"{name}={shlex.quote(value)}" for name, value in settings.items())
+    return " ".join(f"{name}={shlex.quote(value)}" for name, value in settings.items() if value)
 
 
 def check_gpu(given):
@@ -398,8 +398,9 @@ def check_gpu(given):
     if not has_device(given):
         depth = given.get("DEPTH", DEFAULTS["DEPTH"])
         start = f"no GPU is visible, and a depth-{depth} run would take years without one."
-        words = small(given, SMALL_LANGUAGE, CORPUS="builtin", VOCAB="4096", SEQ="256")
-        raise Problem(f'{start} Run "make demo", or try the same chain small: make pretrain-d20 DEPTH=4 {words}')
+        settings = {name: given[name] for name in ("CORPUS", "COLUMN", "VOCAB", "SEQ", "BASE") if name in given}
+        words = f"make pretrain-small {small(given, '', **settings)}".rstrip()
+        raise Problem(f'{start} Run "make demo", or train a small one on a CPU: {words}')
 
 
 def check_images(given):
@@ -485,8 +486,8 @@ def main(words):
     goals = os.environ.pop("GOALS", "").split()  # a make that a command calls has goals of its own
     try:
         given = read({name: os.environ.get(name, "") for name in os.environ.get("SETTINGS", "").split()})
-        if "study" in goals:
-            given = {**STUDY, **given}
+        for goal in goals:
+            given = {**OF_TARGET.get(goal, {}), **given}
         lines = chain([goal for goal in goals if goal != "help"], given, look)
         if "help" in goals:
             show_help(Path("Makefile").read_text(), given)

@@ -10,8 +10,11 @@ import shlex
 
 DEFAULTS = {"BASE": "out", "CORPUS": "fineweb", "SHARDS": "170", "VOCAB": "32768", "SEQ": "2048", "DEPTH": "20"}
 DEFAULTS["WANDB_MODE"] = "disabled"
-# What make study takes in place of some of them, and the rows of its results.
-STUDY = {"CORPUS": "builtin", "VOCAB": "4096", "SEQ": "512", "SPLIT_DOCUMENTS": "no"}
+SMALL = {"CORPUS": "builtin", "VOCAB": "4096", "SEQ": "512"}
+OF_TARGET = {  # what a target takes in place of some of them
+    "study": {**SMALL, "SPLIT_DOCUMENTS": "no"},  # the rows of its results
+    "pretrain-small": {**SMALL, "DEPTH": "4"},
+}
 PATHS = {"BASE", "CORPUS", "RUN", "DATA", "IMAGE", "BUNDLE", "ENV_PYTHON"}
 WANDB_MODES = ("disabled", "offline", "online")
 # Settings that are whole numbers, and their least and most; the commands, later in the chain, take no others.

@@ -6,12 +6,14 @@ state of its own share, then the results are gathered. AdamW's small tensors are
 Every transfer is started before any is waited for.
 """
 
+import math
 from dataclasses import dataclass, field
 from typing import Annotated
 
 import torch
 import torch.distributed as dist
 
+from nanochat_gka.model.accounting import REFERENCE_BATCH
 from nanochat_gka.model.attention import ADAMW_PARTS
 from nanochat_gka.model.gpt import GPT
 from nanochat_gka.training.dealing import Dealer, wait
@@ -32,9 +34,9 @@ Beta = Annotated[float, Bounds(0, 0.999999)]  # 1 in float32 would divide by 1 -
 
 @dataclass(frozen=True)
 class OptimConfig:
-    """The optimiser's flags. Base rates are for the reference batch of 2^19 tokens.
+    """The optimiser's flags. Base rates are for steps of `lr_batch_size` tokens.
 
-    The defaults are nanochat's; it has no sigma_lr, channel_lr and gate_lr.
+    The defaults are nanochat's; it has no sigma_lr, channel_lr and gate_lr, and always 2^19 tokens.
     """
 
     embedding_lr: Rate = 0.3
@@ -51,6 +53,9 @@ class OptimConfig:
     """Base learning rate of the channel bandwidths' logarithms (AdamW)."""
     gate_lr: Rate = 0.02
     """Base learning rate of the head gates (AdamW)."""
+    lr_batch_size: Annotated[int, Bounds(1)] = REFERENCE_BATCH
+    """Tokens of a step for which the rates are; with others they go with the square root. Small steps want it lower:
+    at 2,048 tokens the default makes rates a sixteenth."""
     weight_decay: Rate = 0.2
     """Muon's weight decay before scaling; it falls to zero over the run."""
     adam_beta1: Beta = 0.8
@@ -78,6 +83,7 @@ def parameter_groups(
     """Every parameter in one group, in nanochat's order. What is not nanochat's is updated by AdamW, without decay."""
     betas = (config.adam_beta1, config.adam_beta2)
     width_scale = (model.config.n_embd / REFERENCE_WIDTH) ** -0.5
+    lr_scale *= math.sqrt(REFERENCE_BATCH / config.lr_batch_size)
     named = dict(model.named_parameters())
 
     def adamw(prefixes: tuple[str, ...], lr: float, betas=betas) -> Group:

@@ -15,8 +15,7 @@ In every layer (`--value-embeds every-layer`) they help no more, and make it lar
 
 from runs.paper.gpt_d20_gka import RECIPE as PAPER
 
-RECIPE = {
-    **PAPER,
+FORM = {
     "head-offsets": "PS",
     "gka-values": "normalised",
     "value-embeds": "all",
@@ -25,3 +24,4 @@ RECIPE = {
     "head-gates": True,
     "gate-lr": 0.005,
 }
+RECIPE = {**PAPER, **FORM}

@@ -66,6 +66,13 @@ def test_the_study_packs_short_rows_of_the_builtin_text_unless_told_otherwise(ma
     assert last.endswith("--data b/packed/fineweb-8-4096-512 --runs b/study")
 
 
+def test_the_small_run_takes_the_builtin_text_in_short_rows_and_a_cpu(make):
+    lines = make("-n", "pretrain-small", "NGPU=0").stdout.splitlines()
+    assert "--data out/packed/builtin-4096-512 " in lines[-1] and "--depth 4" in lines[-1]
+    own = make("-n", "pretrain-small", "CORPUS=docs", "VOCAB=300", "DEPTH=2").stdout.splitlines()[-1]
+    assert re.search(r"--data out/packed/docs-\d+-300-512 ", own) and "--depth 2" in own
+
+
 def test_a_finished_step_is_not_run_again(commands, tmp_path, ready):
     base, made = "a: b's|%#", ["corpus/builtin/.complete", "tokenizer/builtin-32768/tokenizer.json"]
     made += ["packed/builtin-32768-2048/manifest.json"]
@@ -277,16 +284,19 @@ def test_the_small_run_that_is_suggested_keeps_what_the_user_gave(lines, tmp_pat
     monkeypatch.setattr(launcher, "count_gpus", lambda: 0)
     images = tmp_path / "my images"
     images.mkdir()
-    for target, settings, check in (
-        ("train-deit-ti", dict(DATA=str(images), ARGS="--val-split 'the test'"), launcher.check_images),
-        ("pretrain-d20", dict(CORPUS=str(images), SEQ="64", ARGS="--seed 3"), launcher.check_gpu),
-    ):
-        with pytest.raises(Problem) as problem:
-            lines(target, look=False, **settings)
-        words = shlex.split(str(problem.value).partition(" small: ")[2])
-        given = dict(word.split("=", 1) for word in words if "=" in word)
-        assert given.pop("ARGS").endswith(f" {settings.pop('ARGS')}") and given.items() >= settings.items()
-        check({**given, "ARGS": words[-1].partition("=")[2]})
+    settings = dict(DATA=str(images), ARGS="--val-split 'the test'")
+    with pytest.raises(Problem) as problem:
+        lines("train-deit-ti", look=False, **settings)
+    words = shlex.split(str(problem.value).partition(" small: ")[2])
+    given = dict(word.split("=", 1) for word in words if "=" in word)
+    assert given.pop("ARGS").endswith(f" {settings.pop('ARGS')}") and given.items() >= settings.items()
+    launcher.check_images({**given, "ARGS": words[-1].partition("=")[2]})
+    settings = dict(CORPUS=str(images), SEQ="64", ARGS="--seed 3")
+    with pytest.raises(Problem) as problem:
+        lines("pretrain-d20", look=False, **settings)
+    words = shlex.split(str(problem.value).partition("make pretrain-small ")[2])
+    assert dict(word.split("=", 1) for word in words) == settings
+    assert lines("pretrain-small", look=False, **settings)
 
 
 # An environment of one's own

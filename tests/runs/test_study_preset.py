@@ -15,11 +15,15 @@ from nanochat_gka.generation.engine import Engine
 from nanochat_gka.generation.sampling import Sampling
 from nanochat_gka.model.accounting import flops_per_token, meta_model
 from nanochat_gka.model.checkpoints import load
+from nanochat_gka.model.forms import extended
 from nanochat_gka.train import TrainConfig
+from nanochat_gka.training.optim import parameter_groups
 from runs import commands
 from runs.paper import gpt_d20_gka, gpt_d20_softmax
-from runs.study import gpt_d20_best
-from runs.study.families import ALL
+from runs.study import gpt_d20_best, gpt_small
+from runs.study.families import ALL, PRESET
+from runs.study.grid import DEEPER
+from runs.study.trials import Trial
 from runs.tables import study_next
 from runs.tables.study_equal import AT_DEPTH_20
 
@@ -47,6 +51,30 @@ def test_a_command_of_the_front_page_trains_the_form_that_it_stands_beside(name)
     for learned, rate, own in LEARNED_RATES:
         if form.get(learned):
             assert getattr(trained, rate) == getattr(defaults, rate) * form[own]
+
+
+def test_the_small_run_is_the_studys_preset():
+    """The same model, and every parameter at the rate that the study's trainings had."""
+    trial = Trial(**{**ALL[PRESET], **DEEPER})
+    flags = commands.language(gpt_small.RECIPE, "rows", 4, "out", "disabled")
+    words = (list(map(str, args)) for args in (flags, ["--data", "rows", *trial.flags()]))
+    trained, studied = (tyro.cli(extended(TrainConfig)(args), args=args) for args in words)
+    assert trained.tag == "d4-gka-PS-normalised-channels-gates-VE"
+    shapes = [config.shape(4, 512, 4096) for config in (trained, studied)]
+    models = [meta_model(shape) for shape in shapes]
+    assert f"{sum(p.numel() for p in models[0].parameters()):,} parameters" in gpt_small.__doc__
+    horizons = [config.horizon(model, processes=1) for config, model in zip((trained, studied), models)]
+    assert horizons[0] == horizons[1] and horizons[0].tokens == trial.tokens
+    rates = []
+    for model, config, horizon in zip(models, (trained, studied), horizons):
+        groups = parameter_groups(model, config, horizon.lr_scale, horizon.weight_decay_scale)
+        rates.append(
+            {name: (group.initial_lr, group.betas, group.weight_decay) for group in groups for name in group.names}
+        )
+    assert rates[0].keys() == rates[1].keys()
+    for name in rates[0]:
+        assert rates[0][name][0] == pytest.approx(rates[1][name][0], rel=1e-6), name
+        assert rates[0][name][1:] == rates[1][name][1:]
 
 
 def test_the_preset_is_the_papers_run_in_another_form_at_the_same_flops():

@@ -15,4 +15,5 @@ def _words(start: str) -> list[str]:
 SETTINGS = _words("SETTINGS +:=")
 TARGETS = [name for names in re.findall(r"^([a-z0-9 -]+): launch  ##", TEXT, re.MULTILINE) for name in names.split()]
 # The files of runs/ that make runs before there is an environment.
-LAUNCHER = ("make", "commands", "settings", "paper/gpt_d20_gka", "paper/gpt_d20_softmax", "study/gpt_d20_best")
+RECIPES = ("paper/gpt_d20_gka", "paper/gpt_d20_softmax", "study/gpt_d20_best", "study/gpt_small")
+LAUNCHER = ("make", "commands", "settings", *RECIPES)
