@@ -45,7 +45,7 @@ class GaussianKernelAttention(nn.Module):
       head_offsets: not the paper's. A letter per head, tiled (`gka.offsets`): with PS half of the heads read the value
       of the token before a match, half that of the token after it. In a batch with padding every token has the one
       before it as its predecessor, whatever lies between them. Take head_norm with it, without which Triton has no
-      gradients for heads with S.
+      gradients for heads with S, and sigma_squared = head_dim / 4.
 
     Input and output: (B, T, dim) in the weights' dtype, or autocast is on; TypeError for another dtype, ValueError for
     another shape. Expects normalised tokens (the paper's: after the block's LayerNorm). `.bfloat16()` and `.half()`

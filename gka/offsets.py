@@ -3,8 +3,8 @@
 A letter per head, tiled. Slot j of a head holds
 
     N    (k_j, v_j)
-    P    (k_j, v_j-1)    the predecessor's value
-    S    (k_j-1, v_j)    the value of the successor
+    P    (k_j, v_{j-1})    the value of the token before the key's
+    S    (k_{j-1}, v_j)    the value of the token after the key's
 
 The first token, which has no predecessor, takes its own place. No parameters, no FLOPs. An operator without projections
 has one feature as query, key and value, so that its heads can say "tokens like me" but not "the token before me" or

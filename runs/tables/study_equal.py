@@ -133,6 +133,19 @@ def preset(scores: Scores) -> Table:
     return Table.of(["the preset over", WAYS[0], WAYS[2]], rows)
 
 
+@of_the_page
+def counts(scores: Scores) -> Table:
+    """How often the preset is ahead, level or behind at equal tokens and at equal time, where it has several seeds."""
+    speeds, rows = speeds_of(scores.folder), []
+    for name in (CONTROL, RIVAL):
+        differences = [three_ways(scores, speeds, PRESET, name, place) for place in scaled_places()]
+        for way, words in ((0, WAYS[0]), (2, WAYS[2])):
+            known = [ways[way] for ways in differences if ways[way] and not math.isnan(ways[way].low)]
+            ahead, behind = sum(one.high < 0 for one in known), sum(one.low > 0 for one in known)
+            rows.append([name, words, *map(str, (ahead, len(known) - ahead - behind, behind))])
+    return Table.of(["the preset over", "at", "ahead", "level", "behind"], rows, words=2)
+
+
 def commands(folder: Path = ROWS) -> list[Table]:
     """What trains each form at the paper's depth."""
     return [Table.of(["form", "what trains it"], [list(row) for row in AT_DEPTH_20.items()], words=2)]
@@ -242,6 +255,7 @@ def _over_curve(own: Result, curve: list[Result], measure: str) -> str:
 
 TABLES = {
     "preset": preset,
+    "study-counts": counts,
     "commands": commands,
     "study-differences": differences,
     "study-differences-longer": longer,
