@@ -45,7 +45,9 @@ def use_gka(model: nn.Module, sigma_squared: float | None = None) -> nn.Module:
         if all(isinstance(getattr(layer, name, None), nn.Linear) for name in names)
     ]
     if not layers:
-        raise ValueError("the model has no attention layer with q_proj, k_proj, v_proj or query, key, value")
+        done = any(name.endswith("log_sigma") for name, _ in model.named_parameters())
+        reason = "it has GKA already" if done else "it has none with q_proj, k_proj, v_proj or query, key, value"
+        raise ValueError(f"no attention layer of the model can be changed: {reason}")
     for path, layer, names in layers:
         widths = {getattr(layer, name).out_features for name in names} | {getattr(layer, names[0]).in_features}
         if len(widths) > 1:

@@ -70,7 +70,8 @@ def check_hidden(x: torch.Tensor, num_keys: int, lengths: object, key_padding_ma
         whole = (batch, num_heads, num_queries, num_keys)
         sizes = zip(reversed(given.shape), reversed(whole))
         if given.dim() > 4 or any(size not in (1, full) for size, full in sizes):
-            raise ValueError(f"attn_mask must broadcast to (B, H, Tq, Tk) = {whole}, got {tuple(given.shape)}")
+            hint = "; of one mask for each sequence give mask[:, None]" if given.dim() == 3 else ""
+            raise ValueError(f"attn_mask must broadcast to (B, H, Tq, Tk) = {whole}, got {tuple(given.shape)}{hint}")
 
 
 def _tensor_like(name: str, t: object, x: torch.Tensor, shape: str, dtypes: tuple, said: str) -> torch.Tensor:

@@ -275,6 +275,7 @@ MASK = torch.zeros(2, 9, dtype=torch.bool)
         (dict(key_padding_mask=MASK, lengths=torch.tensor([9, 9])), ValueError, "give one of them"),
         (dict(attn_mask=torch.ones(9, 9, dtype=torch.int64)), TypeError, "attn_mask must be bool, True = visible"),
         (dict(attn_mask=torch.ones(8, 9)), ValueError, r"attn_mask must broadcast to .* = \(2, 3, 9, 9\)"),
+        (dict(attn_mask=torch.ones(2, 9, 9)), ValueError, r"of one mask for each sequence give mask\[:, None\]"),
     ],
 )
 def test_wrong_masks_are_named(arguments, error, message):

@@ -108,6 +108,8 @@ def test_what_it_cannot_change_is_named():
         use_gka(transformers.LlamaForCausalLM(config))
     with pytest.raises(ValueError, match="takes a model of transformers, got Linear"):
         use_gka(nn.Linear(3, 3))
+    with pytest.raises(ValueError, match="it has GKA already"):
+        use_gka(bert())
 
 
 def test_a_static_cache_is_refused():
