@@ -60,8 +60,10 @@ def test_the_four_queries_are_the_papers():
 
 
 @pytest.mark.parametrize("discard", [0.0, 0.5, 0.9])
-def test_rollout_is_the_product_from_the_last_layer_to_the_first(discard):
-    tokens = Tokens((2, 3), (4, 4))
+@pytest.mark.parametrize("has_class", [True, False])
+def test_rollout_is_the_product_from_the_last_layer_to_the_first(discard, has_class):
+    """A class token is never discarded; the first of the patches may be."""
+    tokens = Tokens((2, 3), (4, 4)) if has_class else Tokens((1, 7), (4, 4), prefix=0, has_class=False)
     layers = [random_weights(2, 7, 7) for _ in range(3)]
     expected = np.eye(7)
     for weights in layers:
@@ -70,7 +72,7 @@ def test_rollout_is_the_product_from_the_last_layer_to_the_first(discard):
         augmented = np.zeros((7, 7))
         for i in range(7):
             for j in range(7):
-                kept = mean[i, j] if mean[i, j] >= threshold or j == 0 else 0
+                kept = mean[i, j] if mean[i, j] >= threshold or (has_class and j == 0) else 0
                 augmented[i, j] = 0.5 * kept + 0.5 * (i == j)
             augmented[i] /= augmented[i].sum()
         expected = augmented @ expected

@@ -170,3 +170,10 @@ def test_several_suffixes_may_be_given_as_to_timm(tmp_path):
     write_tar(tmp_path / "train-0.tar", [*first, ("2.png", png(3)), ("2.jpg", png(4)), ("2.cls", b"2"), ("2.txt", b"")])
     images, unused = described(tmp_path, input_key="jpg;PNG", target_key="json;cls")
     assert images == [(1, 0, "0"), (2, 1, "1"), (4, 2, "2")] and unused == {".cls": 1, ".png": 1, ".txt": 1}
+
+
+def test_images_are_in_the_order_of_the_tar_whatever_their_keys_and_labels(tmp_path):
+    """So that a shard is read from its beginning to its end."""
+    members = [("0.cls", b"0"), ("1.cls", b"1"), ("1.jpg", png(11)), ("0.jpg", png(10))]
+    write_tar(tmp_path / "a-train-0.tar", members)
+    assert [key for _, _, key in contents(open_source(f"wds:{tmp_path}", "train"))] == ["1", "0"]

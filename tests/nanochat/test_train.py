@@ -175,12 +175,13 @@ def test_ids_that_are_not_in_the_vocabulary_name_file_and_row(packed, tmp_path, 
     shutil.copytree(packed / "packed", tmp_path / "packed")
     path = tmp_path / "packed/train_000000.bin"
     rows = np.fromfile(path, dtype="<u2").reshape(-1, tiny.SEQUENCE_LEN + 1)
-    rows[1, 5] = rows[1, 6] = 60000
-    rows.tofile(path)
-    assert gpt_runs.train(tmp_path, tmp_path / "out", "--no-verify-data", "--save-every", -1) == 2
-    errors = capsys.readouterr().err
-    assert f"{path} is damaged: row 1 has id 60000, and the vocabulary has 300 tokens" in errors
-    assert errors.count("\n") == 1
+    for first_wrong in (60000, 300):
+        rows[1, 5] = rows[1, 6] = first_wrong
+        rows.tofile(path)
+        assert gpt_runs.train(tmp_path, tmp_path / "out", "--no-verify-data", "--save-every", -1) == 2
+        errors = capsys.readouterr().err
+        assert f"{path} is damaged: row 1 has id {first_wrong}, and the vocabulary has 300 tokens" in errors
+        assert errors.count("\n") == 1
 
 
 # What a run says of itself

@@ -217,6 +217,17 @@ def test_a_tree_that_was_never_patched_is_not_patched_whatever_was_edited(projec
     assert files(source) == {path: text for path, text in before.items() if path != "train.py"}
 
 
+def test_a_patch_that_was_edited_is_not_taken_for_none(project, source):
+    in_source(project, "apply")
+    model = source / "lib" / "model.py"
+    lines = model.read_text().splitlines(keepends=True)
+    inserted = [number for number, line in enumerate(lines) if line not in MODEL.splitlines(keepends=True)]
+    lines[inserted[0]] = "edited\n"
+    model.write_text("".join(lines))
+    said = in_source(project, "reverse", code=2)
+    assert "not patched" not in said
+
+
 def test_a_committed_patch_counts_as_patched(project, source):
     before = files(source)
     in_source(project, "apply")

@@ -178,6 +178,8 @@ NAMED = dict(BASE="b", RUN="elsewhere")
         ("eval-bpb", {}, f"{EVALUATE} --run out/runs/d20-gka"),
         ("eval-bpb", dict(CORPUS="builtin", SEQ="256"), f"{EVALUATE} --data out/packed/builtin-32768-256 "
          "--run out/runs/d20-gka"),
+        *(("eval-bpb", {name: "300"}, f"{EVALUATE} --data out/packed/fineweb-{rows} --run out/runs/d20-gka")
+          for name, rows in (("SEQ", "170-32768-300"), ("VOCAB", "170-300-2048"), ("SHARDS", "300-32768-2048"))),
         ("eval-core-base", dict(DEPTH="12"), "nanochat_gka.eval_core --run out/runs/d12-softmax --out out/core"),
         ("eval-core", dict(BUNDLE="a b", RUN="elsewhere"), "nanochat_gka.eval_core --run elsewhere --out out/core "
          "--bundle 'a b'"),

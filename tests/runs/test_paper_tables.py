@@ -180,7 +180,10 @@ def test_the_runtime_table_has_totals_and_gpus_shares(tmp_path):
     config, finish = vision_records(batch_size=64 * GPUS, epochs=1, warmup_epochs=0, model_tag="ti-64")
     metrics = {**finish, "images_per_second": 9_999.0, "memory_mib": 2.0}
     record = {"kind": "train_deit", "processes": GPUS, "config": config.record(), "metrics": metrics}
-    write_lines(tmp_path / "results.jsonl", record)
+    on_cpus = {**record, "metrics": {**metrics, "memory_mib": 0.0}}
+    write_lines(tmp_path / "results.jsonl", on_cpus)
+    assert cells(4, tmp_path, tmp_path)["GKA-Ti", "training bs 64: img/s, 7 GPUs"][1] == NOT_RUN
+    write_lines(tmp_path / "results.jsonl", on_cpus, record)
     assert cells(4, tmp_path, tmp_path)["GKA-Ti", "training bs 64: img/s, 7 GPUs"][1] == "9,999"
 
 

@@ -12,8 +12,10 @@ from runs.study.families import ALL, FAMILIES
 from runs.study.grid import DEEPER, LONGEST, scaled_places
 from runs.study.rates import SMALLEST
 from runs.study.scores import Scores, rate_to_compare
+from runs.study.statistics import Interval
 from runs.study.trials import Trial
 from runs.tables import findings, sentences, study, study_equal
+from runs.tables.study_equal import other_places
 from shown import cells, numbers, shown
 from study_rows import DATA, row, write
 from trainkit_gka.cli import UserError
@@ -294,3 +296,11 @@ def test_verdicts_turn_with_the_rows(tmp_path):
         assert said.startswith(f"**{verdict}")
         assert f"{gained:.3f} [{gained:.3f}, {gained:.3f}]{rise} together" in said
         assert "not compared with softmax yet at equal tokens" in said
+
+
+def test_what_is_counted_is_equal_time(tmp_path, monkeypatch):
+    behind, ahead = Interval(0.1, 0.05, 0.15), Interval(-0.1, -0.15, -0.05)
+    study = sentences.Study(tmp_path / "words.jsonl")
+    monkeypatch.setattr(study, "ways", lambda name, other, place: [behind, behind, ahead])
+    monkeypatch.setattr(study, "at_both", lambda place: True)
+    assert f"this GKA is ahead in {len(other_places())}, level in 0, behind in 0." in study.counted("this GKA")

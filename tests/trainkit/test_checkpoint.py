@@ -106,6 +106,10 @@ DAMAGE = {  # what is done to a checkpoint's folder -> how it is named
     "missing state": (lambda path: (path / "state.json").unlink(), "state.json is missing"),
     "torn manifest": (lambda path: change(path / "manifest.json", lambda text: text[:-20]), "is not valid JSON"),
     "empty manifest": (lambda path: change(path / "manifest.json", lambda _: b"{}"), "does not list the files"),
+    "state not in the manifest": (
+        lambda path: change(path / "manifest.json", lambda text: text.replace(b"state.json", b"stats.json")),
+        "does not list the files",
+    ),
     "list for a manifest": (lambda path: change(path / "manifest.json", lambda _: b"[]"), "is not a JSON object"),
     "empty folder": (lambda path: [file.unlink() for file in path.iterdir()], "manifest not found"),
 }

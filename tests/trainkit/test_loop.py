@@ -1,5 +1,6 @@
 """The loop, with a trainer that adds up numbers: resuming, stopping, killing, and recording the end once."""
 
+import datetime
 import json
 import os
 import re
@@ -22,7 +23,7 @@ from trainkit_gka.cli import UserError
 from trainkit_gka.distributed import Runtime, Stop
 from trainkit_gka.files import locked
 from trainkit_gka.loop import finish_record, launch
-from trainkit_gka.progress import read_events
+from trainkit_gka.progress import read_events, read_lines
 from trainkit_gka.results import read_results
 
 STEPS = 12
@@ -185,6 +186,14 @@ def test_kill_before_the_finish_record_loses_nothing(config, whole):
     assert len(read_results(config.results)) == 1
 
 
+def earlier(line, key, hours):
+    """A record of a log or of results, written some hours before."""
+    if key == "time":
+        return {**line, key: line[key] - hours * 3600}
+    written = datetime.datetime.strptime(line[key], "%Y-%m-%d %H:%M") - datetime.timedelta(hours=hours)
+    return {**line, key: written.strftime("%Y-%m-%d %H:%M")}
+
+
 def test_kill_between_the_result_and_the_finish_record_records_the_run_once(config):
     """Another run of the same settings has a line of its own."""
     flags = ["--out", config.out, "--results", config.results, "--steps", STEPS, "--model-tag", "run"]
@@ -192,6 +201,8 @@ def test_kill_between_the_result_and_the_finish_record_records_the_run_once(conf
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     assert subprocess.run(command, env=environment).returncode == -signal.SIGKILL
     assert len(read_results(config.results)) == 1 and not events(config, "finish")
+    for path, key, hours in ((config.folder / "log.jsonl", "time", 3), (config.results, "date", 2)):
+        path.write_text("".join(json.dumps(earlier(line, key, hours)) + "\n" for line in read_lines(path)))
     launch(config, ToyTrainer)
     assert len(read_results(config.results)) == 1 and events(config, "finish") == [STEPS]
     launch(replace(config, out=config.out / "again"), ToyTrainer)

@@ -256,7 +256,8 @@ def test_the_commit_is_that_of_the_start_and_a_changed_kernel_is_said(tmp_path, 
     git = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b"]
 
     def commit(text):
-        (tmp_path / "kernel.cpp").write_text(text)
+        for name in ("kernel.cpp", "tiles.h"):
+            (tmp_path / name).write_text(text)
         for words in (["init", "-q"], ["add", "."], ["commit", "-qm", "a"]):
             subprocess.run([*git, *words], check=True)
         return results.git_commit.__wrapped__()
@@ -268,6 +269,9 @@ def test_the_commit_is_that_of_the_start_and_a_changed_kernel_is_said(tmp_path, 
     assert results.git_commit() == first != second
     (tmp_path / "notes.md").write_text("what decides nothing")
     assert results.git_commit.__wrapped__() == second
-    (tmp_path / "kernel.cpp").write_text("// 3")
-    assert results.git_commit.__wrapped__() == f"{second}+"
+    for name in ("kernel.cpp", "tiles.h", "new.py"):
+        (tmp_path / name).write_text("// 3")
+        assert results.git_commit.__wrapped__() == f"{second}+"
+        subprocess.run([*git, "checkout", "-q", "."], check=True)
+        subprocess.run([*git, "clean", "-qf", "--", name], check=True)
     results.git_commit.cache_clear()
