@@ -15,7 +15,7 @@ from tempfile import TemporaryDirectory
 
 from nanochat_gka.model.checkpoints import export, load, saved_by_transformers
 from nanochat_gka.model.forms import use
-from trainkit_gka.cli import UserError, reason_of
+from trainkit_gka.cli import PassingFault, UserError, is_network, reason_of
 from trainkit_gka.extras import advice
 
 try:
@@ -115,9 +115,11 @@ def main() -> None:
 
     try:
         cli_evaluate()
-    except UserError as error:
-        print(f"\nerror: {error}", file=sys.stderr)  # a progress bar may be on the line
-        sys.exit(UserError.code)
+    except Exception as error:
+        if not isinstance(error, UserError) and not is_network(error):
+            raise
+        print(f"\nerror: {reason_of(error)}", file=sys.stderr)  # a progress bar may be on the line
+        sys.exit(error.code if isinstance(error, UserError) else PassingFault.code)
 
 
 if __name__ == "__main__":

@@ -60,6 +60,20 @@ def reason_of(error: BaseException) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(". ")
 
 
+NETWORK = ("ConnectionError", "ConnectError", "ConnectTimeout", "ReadTimeout", "LocalEntryNotFoundError")
+
+
+def is_network(error: BaseException | None) -> bool:
+    """Whether an error, or what caused it, is a network or a hub that does not answer: libraries have classes of their
+    own for that.
+    """
+    while error is not None:
+        if isinstance(error, (ConnectionError, TimeoutError)) or type(error).__name__ in NETWORK:
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
 @dataclass(frozen=True)
 class Bounds:
     """The values that a numeric flag may have, in the type of its field: `Annotated[float, Bounds(0, 1)]`.

@@ -85,7 +85,7 @@ class RunConfig:
         defaults = self.defaults()
         if unknown := sorted(saved.keys() - defaults.keys()):
             given = f"{flag_of(unknown[0])} {_shown(saved[unknown[0]])}"
-            raise UserError(f"the run in {self.folder} has {given}, which this version does not know")
+            raise UserError(f"the run in {self.folder} has {given}, which this trainer does not know")
         for name, value in self.identity().items():
             had = saved.get(name, defaults[name])
             if had != value:

@@ -5,6 +5,7 @@ import difflib
 import json
 from collections.abc import Iterable
 from pathlib import Path
+from textwrap import shorten
 from typing import Any
 
 import timm
@@ -20,7 +21,7 @@ from deit_gka.recipe import Recipe
 from gka import layer_kinds
 from trainkit_gka import exports
 from trainkit_gka.checkpoint import Checkpoint, load, load_newest
-from trainkit_gka.cli import Bounds, UserError, flag_of, reason_of
+from trainkit_gka.cli import Bounds, PassingFault, UserError, flag_of, is_network, reason_of
 from trainkit_gka.files import read_json, usual_mode, write_json
 
 WEIGHTS = ("ema", "model")
@@ -93,8 +94,9 @@ def build(
         kwargs["attn_layer"] = kwargs.pop("attention")
     try:
         model = timm.create_model(name, pretrained=pretrained, **kwargs)
-    except (TypeError, ValueError, AssertionError, RuntimeError) as error:
-        raise UserError(f"timm cannot build {name}: {reason_of(error)}") from None
+    except (TypeError, ValueError, AssertionError, RuntimeError, OSError) as error:
+        kind = PassingFault if is_network(error) else UserError
+        raise kind(f"timm cannot build {name}: {reason_of(error)}") from None
     check_patches(model, input_size or kwargs.get("img_size"))
     return model
 
@@ -115,9 +117,10 @@ def timm_weights(name: str, flag: str) -> nn.Module:
     try:
         return timm.create_model(name, pretrained=True)
     except Exception as error:  # the hub's, its transport's, timm's for a model without weights
-        reason = f"{type(error).__name__}: {' '.join(str(error).split())[:160]}"
+        reason = f"{type(error).__name__}: {shorten(str(error), 160, placeholder=' ...')}"
         todo = "it fetches them over the network: give a file instead"
-        raise UserError(f"{flag} {name}: timm has no weights of it here ({reason}); {todo}") from None
+        kind = PassingFault if is_network(error) else UserError
+        raise kind(f"{flag} {name}: timm has no weights of it here ({reason}); {todo}") from None
 
 
 def describe(name: str, num_classes: int, recipe: Recipe, kwargs: dict[str, Any]) -> dict[str, Any]:

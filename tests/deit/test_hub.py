@@ -7,6 +7,7 @@ from pathlib import Path
 
 import datasets
 import pytest
+from huggingface_hub.errors import LocalEntryNotFoundError
 
 from deit_gka import evaluate
 from deit_gka import train as training
@@ -15,6 +16,7 @@ from deit_gka.data.order import Order
 from deit_gka.data.sources import DataParts, Source, Stream, check_classes, open_source
 from deit_gka.data.transforms import eval_transform, train_transform
 from deit_gka.data.workers import evaluation_batches
+from deit_gka.model.checkpoints import build, timm_weights
 from deit_gka.training.config import TrainConfig
 from image_files import error, png, value_of, write
 from tiny import one_line_error
@@ -105,7 +107,7 @@ def test_dataset_of_image_files(tmp_path):
 
 
 def test_mistakes_about_datasets(tmp_path):
-    assert all(words in error("hf:someone/nothing") for words in ("someone/nothing", "hf auth login", "local copy"))
+    assert all(words in error("hf:someone/nothing") for words in ("someone/nothing", "local copy"))
     write_parquet(tmp_path / "b", "train", [2], features={"image": IMAGE, "id": NUMBER})
     assert "image (Image), id (int64)" in error(f"hf:{tmp_path / 'b'}")
     write_parquet(tmp_path / "c", "train", [2], label=[1, -1])
@@ -306,3 +308,24 @@ def test_a_run_keeps_the_parts_of_its_data(configurations, tmp_path, capsys):
     assert other["metrics"]["model"]["images"] == 24  # the rest is still the run's
     other, note = evaluate.completed(evaluate.EvaluateConfig(run=tmp_path / "run", data="digits", target_key="x"))
     assert other.given_parts() == {"target_key": "x"} and "its --data-config full --val-split test is not" in note
+
+
+def test_a_folder_that_was_read_does_not_stand_in_for_the_hub(tmp_path, monkeypatch):
+    """Offline, `datasets` takes what it has kept under the last word of a name."""
+    write_parquet(tmp_path / "cifar10", "train", [4])
+    write_parquet(tmp_path / "cifar10", "validation", [4])
+    assert len(open_source(f"hf:{tmp_path / 'cifar10'}", "train")) == 4
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(PassingFault, match=r"hf:cifar10 cannot be loaded.*check the network, or use a local copy"):
+        open_source("hf:cifar10", "train")
+
+
+def test_weights_that_the_hub_does_not_give_are_a_passing_fault(monkeypatch):
+    def fails(*arguments, **options):
+        raise LocalEntryNotFoundError("An error happened while trying to locate the file on the Hub")
+
+    monkeypatch.setattr("timm.create_model", fails)
+    for fetch in (lambda: build("deit_tiny_patch16_224", pretrained=True), lambda: timm_weights("vit", "--weights")):
+        with pytest.raises(PassingFault, match="trying to locate the file on the Hub"):
+            fetch()

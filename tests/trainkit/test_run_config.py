@@ -19,7 +19,7 @@ LANGUAGE = {
     *("sigma_squared", "embedding_lr", "unembedding_lr", "matrix_lr", "scalar_lr", "sigma_lr", "weight_decay"),
     *("adam_beta1", "adam_beta2", "max_seq_len", "num_iterations", "target_flops", "target_param_data_ratio"),
     *("total_batch_size", "warmup_ratio", "warmdown_ratio", "final_lr_frac", "seed", "dtype"),
-    *("offset_layers", "channel_bandwidths", "head_gates", "channel_lr", "gate_lr"),
+    *("offset_layers", "channel_bandwidths", "head_gates", "channel_lr", "gate_lr", "lr_batch_size"),
 }
 VISION = {*(field.name for field in fields(Recipe)), "model", "model_kwargs", "attention"}
 
@@ -72,7 +72,7 @@ def test_first_differing_flag_is_named():
 
 
 def test_a_setting_of_the_run_that_is_not_known_is_not_dropped():
-    with pytest.raises(UserError, match=r"the run in out/runs/run has --dropout 0.1, which this version does not know"):
+    with pytest.raises(UserError, match=r"the run in out/runs/run has --dropout 0.1, which this trainer does not know"):
         Toy(model_tag="run").check_continues({"seed": 42, "dropout": 0.1})
     Toy(model_tag="run").check_continues({"seed": 42, "workers": 3})  # it was part of what makes a run, once
 

@@ -12,7 +12,7 @@ import numpy as np
 from deit_gka.data.sources.base import MAX_CLASSES, Record, Source
 from deit_gka.data.sources.parts import NONE, DataParts
 from trainkit_gka import extras
-from trainkit_gka.cli import PassingFault, UserError, flag_of, reason_of
+from trainkit_gka.cli import PassingFault, UserError, flag_of, is_network, reason_of
 
 HUB_SPLITS = {"train": ("train",), "val": ("validation", "val", "valid")}
 LABEL_NAMES = ("label", "labels")  # of columns whose numbers are taken for classes without being asked for
@@ -118,13 +118,17 @@ def _load(data: str, split: str, name: str, parts: DataParts, streaming: bool) -
     if reason := extras.missing("vision", "datasets"):
         raise UserError(f"{data}: {reason}")
     import datasets
+    from huggingface_hub.utils import logging
 
+    logging.set_verbosity_error()  # its retries, before the one line that counts
     path = os.path.expanduser(name)
+    # What is kept of a folder must not stand in for a dataset of the hub with its name that cannot be reached.
+    kept = Path(datasets.config.HF_DATASETS_CACHE, "folders") if os.path.isdir(path) else None
     with _explained(data, name):
         config = _configuration(data, path, parts)
         splits = datasets.get_dataset_split_names(path, config)
         chosen = _split(data, split, splits, parts)
-        load = functools.partial(datasets.load_dataset, path, config, streaming=streaming)
+        load = functools.partial(datasets.load_dataset, path, config, streaming=streaming, cache_dir=kept)
         dataset = load(split=chosen)
         features = dataset.features or {}
         image = _column(data, features, parts.input_key, "input_key", lambda name: _is_image(features[name]))
@@ -152,11 +156,13 @@ def _explained(data: str, name: str):
         cause = error
         while isinstance(error, datasets.exceptions.DatasetGenerationError) and cause.__cause__:
             cause = cause.__cause__
-        conditions = f"A gated dataset needs its conditions accepted at https://huggingface.co/datasets/{name}"
-        hint = "" if os.path.exists(os.path.expanduser(name)) else f". {conditions} and `hf auth login`"
-        hint += "; or use a local copy" if hint else ""
-        kind = PassingFault if isinstance(cause, (ConnectionError, TimeoutError)) else UserError
-        raise kind(f"{data} cannot be loaded, {type(cause).__name__}: {reason_of(cause)}{hint}") from None
+        failed, hint = f"{data} cannot be loaded, {type(cause).__name__}: {reason_of(cause)}", ""
+        if is_network(cause):
+            raise PassingFault(f"{failed}; check the network, or use a local copy") from None
+        if not os.path.exists(os.path.expanduser(name)):
+            hint = f". A gated dataset needs its conditions accepted at https://huggingface.co/datasets/{name} and "
+            hint += "`hf auth login`; or use a local copy"
+        raise UserError(failed + hint) from None
 
 
 def _configuration(data: str, path: str, parts: DataParts) -> str | None:
