@@ -82,7 +82,7 @@ class GaussianKernelAttention(nn.Module):
         pattern = offsets.delays_of(head_offsets)
         if len(pattern) > num_heads:
             raise ValueError(f"head_offsets {head_offsets} has {len(pattern)} letters but there are {num_heads} heads")
-        self.head_offsets, self.offsets = head_offsets, offsets.head_offsets(pattern, num_heads)
+        self.head_offsets, self.pairing = head_offsets, offsets.head_offsets(pattern, num_heads)
         self.proj = nn.Linear(dim, dim, bias=bias)
 
     def reset_parameters(self) -> None:
@@ -109,7 +109,7 @@ class GaussianKernelAttention(nn.Module):
         W_O's bias comes out. is_causal: for this call, as timm's blocks say it. need_weights: return W too, (B, H, T,
         Tk), which is built in O(T * Tk) memory; with head offsets column j is what is read of slot j (`gka.offsets`).
         """
-        if self.offsets is not None and key_padding_mask is not None:
+        if self.pairing is not None and key_padding_mask is not None:
             return self._packed(x, context, key_padding_mask, attn_mask, is_causal, need_weights)
         hidden = dict(key_padding_mask=key_padding_mask, attn_mask=attn_mask)
         y, weights = self._mixed(x, context, is_causal=is_causal, need_weights=need_weights, hidden=hidden)
@@ -130,11 +130,11 @@ class GaussianKernelAttention(nn.Module):
         keys = None
         if context is not None:
             keys, values = self._features_and_values("context", checked_context(context, x, self.dim))
-        if self.offsets is not None:
-            keys, values = self.offsets(features if keys is None else keys, values)
+        if self.pairing is not None:
+            keys, values = self.pairing(features if keys is None else keys, values)
         mask: dict[str, Any] = dict(keys=keys, causal=self.causal or is_causal, window=self.window, **hidden)
         log_sigma = at_least_float32(self.log_sigma)
-        apart = values if self.log_scale is not None or self.offsets is not None else None
+        apart = values if self.log_scale is not None or self.pairing is not None else None
         y = gaussian_attention(features, log_sigma, values=apart, constant_norm=self.head_norm, impl=self.impl, **mask)
         return y, gaussian_weights(features, log_sigma, **mask) if need_weights else None
 
@@ -184,7 +184,7 @@ class GaussianKernelAttention(nn.Module):
         never "auto".
         """
         x = self.proj.weight.new_empty((1, num_tokens, self.num_heads, self.head_dim), requires_grad=True)
-        keys = None if self.offsets is None else torch.empty_like(x)
+        keys = None if self.pairing is None else torch.empty_like(x)
         return select_impl(
             x, keys=keys, causal=self.causal, window=self.window, constant_norm=self.head_norm, impl=self.impl
         )
