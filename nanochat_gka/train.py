@@ -57,6 +57,7 @@ from trainkit_gka.trainer import Evaluation, Kept
 from trainkit_gka.trainer import Trainer as BaseTrainer
 
 LOSS_MEMORY = 0.9  # of the printed loss, a running average
+MANY_EPOCHS = 10  # of one text
 STEPS_NOT_TIMED = 3  # by every process: they compile and fill caches
 # What is read back from the log; a record without does not count.
 COST_KEYS = ("parameters", "flops_per_token", "train_tokens", "train_flops")
@@ -256,6 +257,9 @@ class Trainer(BaseTrainer):
             f"{horizon.tokens * per_token:.4e} FLOPs, {epochs:.2f} epochs, "
             f"on {runtime.world_size} x {runtime.device.type}"
         )
+        if epochs > MANY_EPOCHS:
+            rows = f"{len(self.stream.rows):,} training rows are read {epochs:,.0f} times"
+            say(f"warning: the {rows}, and will be known by heart: give more text, or lower --num-iterations")
         if config.device_batch_size == "auto" and runtime.device.type == "cuda":
             self.batch_size = memory.largest_that_runs(self.batch_size, self.dry_step, runtime)
         pieces = list(map(len, micro_batches(runtime.share(self.rows), self.batch_size)))

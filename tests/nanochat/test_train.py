@@ -126,6 +126,15 @@ def test_each_form_of_gka_has_its_own_run_name(settings, tag):
     assert TrainConfig(depth=20, **settings).tag == tag
 
 
+def test_a_text_that_is_read_again_and_again_is_said(packed, tmp_path, capsys):
+    rows = len(PackedData(packed / "packed").split("train"))
+    for times, said in ((10, False), (11, True)):
+        steps = rows * times // 2  # of two rows
+        words = ["--num-iterations", steps, "--total-batch-size", 2 * tiny.SEQUENCE_LEN, "--stop-after", 1]
+        assert gpt_runs.train(packed, tmp_path / str(times), *words) == 0
+        assert (f"the {rows:,} training rows are read {times} times" in capsys.readouterr().out) == said
+
+
 # The rows of a run
 
 
