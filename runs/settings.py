@@ -13,7 +13,7 @@ DEFAULTS["WANDB_MODE"] = "disabled"
 SMALL = {"CORPUS": "builtin", "VOCAB": "4096", "SEQ": "512"}
 OF_TARGET = {  # what a target takes in place of some of them
     "study": {**SMALL, "SPLIT_DOCUMENTS": "no"},  # the rows of its results
-    "pretrain-small": {**SMALL, "DEPTH": "4"},
+    "pretrain-small": {**SMALL, "DEPTH": "4", "NGPU": "1"},  # a step has four rows
 }
 PATHS = {"BASE", "CORPUS", "RUN", "DATA", "IMAGE", "BUNDLE", "ENV_PYTHON"}
 WANDB_MODES = ("disabled", "offline", "online")

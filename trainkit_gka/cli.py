@@ -70,7 +70,7 @@ def is_network(error: BaseException | None) -> bool:
     while error is not None:
         if isinstance(error, (ConnectionError, TimeoutError)) or type(error).__name__ in NETWORK:
             return True
-        error = error.__cause__ or error.__context__
+        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
     return False
 
 

@@ -66,9 +66,17 @@ def test_the_study_packs_short_rows_of_the_builtin_text_unless_told_otherwise(ma
     assert last.endswith("--data b/packed/fineweb-8-4096-512 --runs b/study")
 
 
-def test_the_small_run_takes_the_builtin_text_in_short_rows_and_a_cpu(make):
-    lines = make("-n", "pretrain-small", "NGPU=0").stdout.splitlines()
+def test_the_small_run_takes_the_builtin_text_in_short_rows_and_one_process(make, tmp_path):
+    """However many GPUs there are: a step has four rows, and more processes than rows are refused."""
+    smi = tmp_path / "bin/nvidia-smi"
+    smi.parent.mkdir()
+    smi.write_text('#!/bin/sh\nfor i in 0 1 2 3 4 5 6 7; do echo "GPU $i: H100 (UUID: GPU-$i)"; done\n')
+    smi.chmod(0o755)
+    eight = {"PATH": f"{smi.parent}:{os.environ['PATH']}"}
+    lines = make("-n", "pretrain-small", env=eight).stdout.splitlines()
     assert "--data out/packed/builtin-4096-512 " in lines[-1] and "--depth 4" in lines[-1]
+    assert "torchrun" not in lines[-1]
+    assert "--nproc-per-node 8 " in make("-n", "pretrain-d20", env=eight).stdout.splitlines()[-1]
     own = make("-n", "pretrain-small", "CORPUS=docs", "VOCAB=300", "DEPTH=2").stdout.splitlines()[-1]
     assert re.search(r"--data out/packed/docs-\d+-300-512 ", own) and "--depth 2" in own
 

@@ -18,7 +18,18 @@ import pytest
 
 import processes
 from sources import ENTRY_POINT, ROOT, tracked
-from trainkit_gka.cli import Bounds, Seed, UserError, _field_docs, as_typed, check_bounds, command_line, flag_of, run
+from trainkit_gka.cli import (
+    Bounds,
+    Seed,
+    UserError,
+    _field_docs,
+    as_typed,
+    check_bounds,
+    command_line,
+    flag_of,
+    is_network,
+    run,
+)
 
 CONFIGS = {
     "nanochat_gka.train": "TrainConfig",
@@ -63,6 +74,22 @@ def test_a_launcher_that_cannot_be_seen_is_not_named(monkeypatch):
     given = shlex.split(command_line())
     assert given[1:8] == ["-m", "trainkit_gka.torchrun", "--standalone", "--nproc-per-node", "2", "--no-python", "--"]
     assert given[0] == as_typed(sys.executable) and given[8] == "/opt/gka-train-lm"
+
+
+def test_a_network_is_at_fault_if_it_caused_an_error_and_not_if_that_was_dealt_with():
+    def raised(cause):
+        try:
+            try:
+                raise ConnectionError("no answer")
+            except ConnectionError as error:
+                if cause is None:
+                    raise ValueError("no such dataset") from None
+                raise ValueError("no such dataset") from error
+        except ValueError as error:
+            return error
+
+    assert [is_network(raised(cause)) for cause in (True, None)] == [True, False]
+    assert is_network(TimeoutError()) and not is_network(OSError("disk"))
 
 
 def test_interrupted_is_130(capsys):
