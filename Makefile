@@ -44,7 +44,6 @@ bench: launch  ## time attention, DeiT and GPT, on the GPU or else the CPU
 figures: launch  ## the paper's figures of RUN, MODEL or the demo (IMAGE=file, TEXT=...)
 tables claims: launch  ## the paper's tables beside ours; its claims beside what was measured
 report: launch  ## all of it in one HTML page (RUN=folder, else all of BASE)
-explore: launch  ## a page in the browser: your image or text, scaled bandwidths
 study: launch  ## train what is left of the study (ARGS=--list shows it)
 site: launch  ## these pages as a site with search, in out/site
 ## Patches for upstream nanochat and DeiT

@@ -71,7 +71,6 @@ COMMANDS = {
     "tables": ["{py} runs.comparison.tables --base {BASE} {ARGS}"],
     "claims": ["{py} runs.comparison.claims {ARGS}"],
     "report": ["{py} runs.report --base {BASE} --run {RUN} {shown} {ARGS}"],
-    "explore": ["{py} runs.explore --demo {BASE}/demo --run {RUN} --model {MODEL} {ARGS}"],
     "study": ["{py} runs.study --data {packed} --runs {BASE}/study {ARGS}"],
     "site": [f"sh -c '{SITE_SOURCE}'", "{py} mkdocs build --strict {ARGS}"],
     "vendor": ["{system} patches/apply.py vendor"],

@@ -202,7 +202,6 @@ NAMED = dict(BASE="b", RUN="elsewhere")
         ("report", dict(IMAGE="my cat.jpg", TEXT="It is so", **NAMED), "runs.report --base b --run elsewhere "
          "--image 'my cat.jpg' --text 'It is so'"),
         ("report", dict(ARGS="--image *.jpg --text 'a $ b'"), "runs.report --base out --image *.jpg --text 'a $ b'"),
-        ("explore", dict(ARGS="--port 8000", **NAMED), "runs.explore --demo b/demo --run elsewhere --port 8000"),
         ("demo", dict(NGPU="0"), "runs.demo --out out/demo --wandb disabled"),
         ("demo", dict(NGPU="2", DEPTH="6"), "runs.demo --out out/demo --ranks 2 --depth 6 --wandb disabled"),
     ],
