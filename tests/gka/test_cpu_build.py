@@ -1,6 +1,7 @@
 """Building the CPU kernel: once, into a folder that can be chosen, and without a compiler sdpa takes over."""
 
 import os
+import stat
 import subprocess
 import sys
 from pathlib import Path
@@ -63,6 +64,41 @@ def test_without_the_kernel_sdpa_takes_over_and_one_line_says_why(tmp_path, vari
     lines, said = ask(tmp_path / "cache", **variables)
     assert lines == ["sdpa 9", f'impl="cpu" is unavailable: {reason}; use impl="auto"']
     assert said == ("" if build.SWITCH in variables else f'gka: impl="auto" takes sdpa: {reason}\n')
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    "mode,owner,private",
+    [
+        (0o700, None, True),
+        (0o755, None, True),
+        (0o775, None, False),
+        (0o1777, None, False),
+        pytest.param(0o755, 54321, False, marks=pytest.mark.skipif(os.geteuid() != 0, reason="needs root")),
+    ],
+)
+def test_the_cache_is_a_folder_of_this_user_to_which_nobody_else_writes(tmp_path, monkeypatch, mode, owner, private):
+    """Otherwise the process compiles into a temporary folder, says so in one line, and leaves nothing in either."""
+    cache, temporary = made(tmp_path / "cache"), made(tmp_path / "temporary")
+    cache.chmod(mode)
+    if owner is not None:
+        os.chown(cache, owner, owner)
+    monkeypatch.setenv("TMPDIR", str(temporary))
+    lines, log = ask(cache, CXX=copier(tmp_path))
+    assert lines == ["cpu 9"] and not list(temporary.iterdir())
+    assert bool(list(cache.glob("*.so"))) == private != (f"may write to {cache}" in log)
+
+
+def test_a_new_cache_folder_is_private_whatever_the_umask(tmp_path, monkeypatch):
+    monkeypatch.setenv(build.FOLDER, str(tmp_path / "new"))
+    monkeypatch.setattr(build, "_built", lambda instructions, folder: folder / "nothing.so")
+    before = os.umask(0)
+    try:
+        with pytest.raises(build.Unavailable):  # nothing.so cannot be loaded
+            build._load()
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE((tmp_path / "new").stat().st_mode) == 0o700
 
 
 @pytest.mark.skipif(COMPILER is None, reason="no compiler")

@@ -51,8 +51,10 @@ def kept(key: Iterable[str], read: Callable[[Note], Tensors]) -> Tensors:
     latest = max((moment for found in noted.values() for moment in found[2:]), default=0)
     if latest < (clock - SETTLED) * 1e9 and time.perf_counter() - started >= WORTH_KEEPING:
         places = dict(zip(PLACES, Names(noted).tensors))
-        with contextlib.suppress(OSError, SafetensorError), atomic(path) as temporary:
-            write_tensors({**tensors, **places, STAMPS: torch.tensor(list(noted.values()))}, temporary)
+        with contextlib.suppress(OSError, SafetensorError):
+            cache_folder().mkdir(0o700, parents=True, exist_ok=True)  # the CPU kernel uses none to which others write
+            with atomic(path) as temporary:
+                write_tensors({**tensors, **places, STAMPS: torch.tensor(list(noted.values()))}, temporary)
     return tensors
 
 

@@ -1,8 +1,8 @@
 """The compiled kernel: taken from the user's cache folder, or built into it by the system's compiler at the first use.
 
 The file's name is a hash of everything that decides what is in it: source, flags, compiler and instruction set. The
-instruction set is named, never "native", so a home folder that machines share serves each of them. What other users
-could have put there is not loaded (ownership.py).
+instruction set is named, never "native", so a home folder that machines share serves each of them. A folder that
+another user owns or may write to is not used: each process then compiles into a temporary one.
 """
 
 import contextlib
@@ -25,7 +25,6 @@ from typing import Any
 
 import torch
 
-from gka.impl.cpu.ownership import distrust
 from gka.request import TURNED_OFF
 
 SWITCH = "GKA_CPU_KERNEL"  # 0 turns the kernel off
@@ -91,15 +90,12 @@ def _load() -> ctypes.CDLL:
         raise Unavailable(f"the CPU kernel needs AVX-512 or AVX2, torch reports {instructions} ({platform.machine()})")
     try:
         folder = cache_folder()
-        if reason := _prepared(folder):
-            own = Path(tempfile.gettempdir(), f"gka-{os.geteuid()}")
-            if refused := _made_private(own):
-                LOG.warning("gka: the CPU kernel is compiled for this process alone: %s; %s", reason, refused)
-                with tempfile.TemporaryDirectory(prefix="gka-") as private:  # the library stays loaded
-                    return ctypes.CDLL(str(_built(instructions, Path(private))))
-            LOG.warning("gka: the CPU kernel is in %s, not in %s: %s", own, folder, reason)
-            folder = own
-        return ctypes.CDLL(str(_built(instructions, folder)))
+        folder.mkdir(0o700, parents=True, exist_ok=True)
+        if _is_private(folder):
+            return ctypes.CDLL(str(_built(instructions, folder)))
+        LOG.warning("gka: the CPU kernel is compiled for this process: another user owns or may write to %s", folder)
+        with tempfile.TemporaryDirectory(prefix="gka-") as temporary:  # the library stays loaded
+            return ctypes.CDLL(str(_built(instructions, Path(temporary))))
     except (OSError, RuntimeError) as error:  # no folder, or one to which nothing is written or from which nothing runs
         raise Unavailable(f"{str(error).rstrip('.')}; {FOLDER} chooses another folder") from None
 
@@ -111,21 +107,10 @@ def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "gka"
 
 
-def _prepared(folder: Path) -> str | None:
-    """Make the folder if need be; why it must not be used, or None."""
-    if not folder.exists():
-        folder.mkdir(0o700, parents=True, exist_ok=True)
-    return distrust(folder)
-
-
-def _made_private(folder: Path) -> str | None:
-    """Make a folder for this user alone where all may write; why it must not be used, or None."""
-    with contextlib.suppress(FileExistsError):
-        os.mkdir(folder, 0o700)
-    status = folder.lstat()  # a link may be another user's, who can change where it leads
-    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid():
-        return f"{folder} is not a folder of this user's"
-    return distrust(folder)
+def _is_private(folder: Path) -> bool:
+    """Whether this user owns the folder and nobody else may write to it: a library in it is run."""
+    status = folder.stat()
+    return status.st_uid == os.geteuid() and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
 
 
 def _built(instructions: str, folder: Path) -> Path:
@@ -136,40 +121,30 @@ def _built(instructions: str, folder: Path) -> Path:
     command = [*compiler, *FLAGS, *INSTRUCTIONS[instructions]]
     end = _digest(command, compiler).encode()
     path = folder / f"gka-{instructions.lower()}-{end.decode()}.so"
-    if _usable(path):
-        return _whole(path, end)
-    with open(folder / "lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # the system lets go of it if this process dies
-        for left in folder.glob("building-*"):  # by a process that was killed: nobody else builds here now
-            shutil.rmtree(left, ignore_errors=True)
-        if not _usable(path):
-            LOG.warning("gka: compiling the CPU kernel, once, for a few seconds: %s", path)
-            with tempfile.TemporaryDirectory(dir=folder, prefix="building-") as scratch:
-                output, sources = Path(scratch) / path.name, sorted(SOURCE.glob("*.cpp"))
-                objects = [str(Path(scratch) / f"{source.stem}.o") for source in sources]
-                _run_at_once([[*command, "-c", str(cpp), "-o", o] for cpp, o in zip(sources, objects)], TIMEOUT)
-                _run([*command, *objects, "-o", str(output)], TIMEOUT)
-                with open(output, "ab") as file:
-                    file.write(end)
-                output.chmod(0o755)  # whatever the umask is
-                os.replace(output, path)
-    return _whole(path, end)
-
-
-def _usable(path: Path) -> bool:
-    """Whether the library is there and nobody else can have written it; says so if somebody can."""
     if not path.exists():
-        return False
-    if reason := distrust(path):
-        LOG.warning("gka: compiling the CPU kernel again: %s", reason)
-    return reason is None
-
-
-def _whole(path: Path, end: bytes) -> Path:
-    """`path`, if the file ends as it was written: the system ends a process that loads one cut short."""
-    if not path.read_bytes().endswith(end):
+        with open(folder / "lock", "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # the system releases it if this process dies
+            for abandoned in folder.glob("building-*"):  # by a killed process: nobody else builds here now
+                shutil.rmtree(abandoned, ignore_errors=True)
+            if not path.exists():
+                LOG.warning("gka: compiling the CPU kernel, once, for a few seconds: %s", path)
+                _compile(command, path, end)
+    if not path.read_bytes().endswith(end):  # loading a library that was cut short ends the process
         raise Unavailable(f"{path} is damaged; remove it")
     return path
+
+
+def _compile(command: list[str], path: Path, end: bytes) -> None:
+    """Write the library to `path`, followed by `end`; it appears there when it is complete."""
+    with tempfile.TemporaryDirectory(dir=path.parent, prefix="building-") as scratch:
+        output, sources = Path(scratch) / path.name, sorted(SOURCE.glob("*.cpp"))
+        objects = [str(Path(scratch) / f"{source.stem}.o") for source in sources]
+        _run_at_once([[*command, "-c", str(cpp), "-o", o] for cpp, o in zip(sources, objects)], TIMEOUT)
+        _run([*command, *objects, "-o", str(output)], TIMEOUT)
+        with open(output, "ab") as file:
+            file.write(end)
+        output.chmod(0o755)  # whatever the umask is
+        os.replace(output, path)
 
 
 def _compiler() -> list[str]:
@@ -195,32 +170,32 @@ def _digest(command: list[str], compiler: list[str]) -> str:
 
 
 def _run(command: list[str], seconds: float) -> str:
-    """What the command prints; Unavailable with its words if it fails, or if it takes longer."""
+    """The output of the command. Raises Unavailable with its error if it fails or takes longer."""
     return _run_at_once([command], seconds)
 
 
 def _run_at_once(commands: list[list[str]], seconds: float) -> str:
-    """What the commands print, in their order. All run at the same time, and end with the first that fails."""
+    """The output of the commands, in order. They run at the same time; if one fails, the others are ended."""
     pipes: dict[str, Any] = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, errors="replace")
-    end, printed = time.monotonic() + seconds, []
+    end, outputs = time.monotonic() + seconds, []
     with contextlib.ExitStack() as running:
         try:
             processes = [running.enter_context(_Ended(words, **pipes, start_new_session=True)) for words in commands]
             for process in processes:
-                said, complaints = process.communicate(timeout=max(0.0, end - time.monotonic()))
-                printed.append(said)
+                output, errors = process.communicate(timeout=max(0.0, end - time.monotonic()))
+                outputs.append(output)
                 if code := process.returncode:
-                    raise Unavailable(f"{commands[0][0]} failed with exit code {code}: {_first_error(complaints)}")
+                    raise Unavailable(f"{commands[0][0]} failed with exit code {code}: {_first_error(errors)}")
         except OSError as error:
             raise Unavailable(f"the compiler did not run: {error}") from None
         except subprocess.TimeoutExpired:
             raise Unavailable(f"{commands[0][0]} did not finish in {seconds} seconds") from None
-    return "".join(printed)
+    return "".join(outputs)
 
 
-def _first_error(complaints: str) -> str:
-    """What a compiler says, the line that tells the error first: it may be all that is logged."""
-    lines = complaints.strip().splitlines() or ["it said nothing"]
+def _first_error(errors: str) -> str:
+    """The compiler's output with the line that names the error first: it may be all that is logged."""
+    lines = errors.strip().splitlines() or ["it said nothing"]
     first = next((line for line in lines if "error" in line), lines[0])
     return first if len(lines) == 1 else "\n".join([first, *lines])
 
