@@ -58,7 +58,7 @@ def frame(path: Path, *columns: str, kind: str = "") -> pd.DataFrame:
     for number, record in _numbered(path, (), kind):
         numbers.append(number)
         config = record.get("config", {})
-        row = {name: record[name] for name in FACTS} | config | _case(config) | record["metrics"]
+        row = {name: record[name] for name in FACTS} | config | record["metrics"]
         rows.append({**row, "record": record})
     found = pd.DataFrame(rows)
     for name in columns if rows else ():
@@ -66,12 +66,6 @@ def frame(path: Path, *columns: str, kind: str = "") -> pd.DataFrame:
         if len(holes):
             raise _damaged(path, numbers[holes[0]], f"has no {name}")
     return found
-
-
-def _case(config: dict[str, Any]) -> dict[str, Any]:
-    """What a row of neighbours is of, which stands apart from its settings; a benchmark's case is a name."""
-    case = config.get("case")
-    return case if isinstance(case, dict) else {}
 
 
 def bench(name: str, results: Path | None = None) -> pd.DataFrame:

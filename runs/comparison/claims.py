@@ -126,7 +126,7 @@ def main(config: ClaimsConfig) -> None:
         return
     findings = {name: decide(claim) for name, claim in CLAIMS.items()}
     print(verdicts(findings))
-    pages.update(FOLDER, {PAGE: page(findings)}, "python -m runs.comparison.claims", config.check)
+    pages.update({f"runs/comparison/{PAGE}": page(findings)}, "python -m runs.comparison.claims", config.check)
 
 
 if __name__ == "__main__":

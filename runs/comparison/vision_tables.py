@@ -5,35 +5,22 @@ from collections.abc import Iterable
 from gka.kinds import KINDS
 from runs.comparison import measured
 from runs.comparison.measured import FinishedRun, Sources
-from runs.neighbours.layers import DIM, HEADS
 from runs.paper import published
 from runs.paper.cells import alone, compare, italic, percent
 from runs.paper.deit import DEFAULT_KIND, SOFTMAX_TARGET
 from runs.paper.published import table
 from runs.table import NOT_RUN, Row, Table
-from runs.tables import neighbours
 
 Cell = tuple[str, str, float | None]  # measure, the paper's figure, ours
 
 
 def related_methods(sources: Sources) -> Table:
-    """The paper's words, and below them what runs/neighbours counts and measures; the ablation, VLT, comes last."""
-    columns, printed, rows = published.TABLES["related_methods"]["columns"], published.rows("related_methods"), []
-    for method in dict.fromkeys([*printed, *neighbours.BY_LABEL]):
-        ours = neighbours.measures(method, sources.results / "neighbours")
-        learned = ours.pop(neighbours.LEARNED)
-        for key, heading in columns.items():
-            own = learned if key == "projections" else ""
-            rows += [[method, heading, italic(printed.get(method, {}).get(key, "")), own, ""]]
-        rows += [[method, measure, "", value, ""] for measure, value in ours.items()]
-    rows = [row for row in rows if any(row[2:])]
-    remarks = [
-        f"Ours: the letters of W that a layer learns beside W_O; one layer of width {DIM}, {HEADS} heads and N tokens.",
-        "Times and memory are of a forward and backward pass on a CPU, top-1 and bits per byte of small models "
-        "(runs/results/TABLES.md).",
+    """The paper's words; what was measured of these methods is on a page of its own."""
+    columns, printed = published.TABLES["related_methods"]["columns"], published.rows("related_methods")
+    rows = [
+        [method, columns[key], italic(word), "", ""] for method, words in printed.items() for key, word in words.items()
     ]
-    commands = ["python -m runs.neighbours"] if any(NOT_RUN in row for row in rows) else []
-    return table("related_methods", rows, remarks, commands, about="Method", words=5)
+    return table("related_methods", rows, ["Measured here: docs/related-methods.md."], [], about="Method", words=5)
 
 
 def training_command(label: str) -> str:

@@ -1,7 +1,7 @@
 """Train transformers' BERT from scratch to classify texts in padded batches: softmax attention beside GKA.
 
     python -m runs.examples.text_classifier                        docstrings of Python's library, three seeds
-    python -m runs.examples.text_classifier --data news.parquet    your own: columns text and label, .parquet or .csv
+    python -m runs.examples.text_classifier --data news.parquet    your texts: columns text and label, .parquet or .csv
     python -m runs.examples.text_classifier --kinds gka --seeds 1 --epochs 2
 
 The only line that is not transformers' own is `use_gka(model)`. Texts are cut into tokens by a byte-level BPE that is
@@ -26,16 +26,17 @@ from nanochat_gka.data.corpora import checksum
 from nanochat_gka.data.tokenizer import VOCAB, Tokenizer
 from runs import frames
 from runs.examples import texts
-from runs.neighbours.cases import Case, Cases, Measured
 from runs.table import Table
 from trainkit_gka import cli, extras
 from trainkit_gka.cli import Bounds, Count, UserError, check_bounds
 from trainkit_gka.distributed import running
 from trainkit_gka.progress import console, progress_bar
+from trainkit_gka.results import append_result
 
 KIND = "example-text-classifier"
 FILE = "example_text_classifier.jsonl"
 Attention = Literal["softmax", "gka"]
+Case = dict[str, Any]  # what decides a training
 WIDTH, DEPTH, HEADS = 128, 4, 4
 POOL = 8  # batches that are drawn together and dealt by length, as by transformers' `group_by_length`
 DROPOUT, WARMUP, WEIGHT_DECAY = 0.1, 0.1, 0.01  # of the hidden layers; share of the updates; AdamW's
@@ -76,25 +77,25 @@ class Examples:
     labels: torch.Tensor
 
     def shuffled(self, size: int, generator: torch.Generator) -> list[torch.Tensor]:
-        """An epoch in batches of places: texts of a batch are about equally long, their order is random."""
+        """Indices of an epoch's batches: the texts of a batch are about equally long, the batches in random order."""
         batches: list[torch.Tensor] = []
         for pool in torch.randperm(len(self.ids), generator=generator).split(POOL * size):
-            by_length = pool[torch.tensor([len(self.ids[place]) for place in pool]).argsort(stable=True)]
+            by_length = pool[torch.tensor([len(self.ids[index]) for index in pool]).argsort(stable=True)]
             batches += by_length.split(size)
         return [batches[number] for number in torch.randperm(len(batches), generator=generator)]
 
-    def batches(self, places_of: Iterable[torch.Tensor], padding_id: int) -> Iterator[dict[str, torch.Tensor]]:
-        """What BERT is called with: input_ids and attention_mask (B, T), 1 where there is a token; labels (B,)."""
-        for places in places_of:
-            rows = [self.ids[place] for place in places]
+    def batches(self, indices: Iterable[torch.Tensor], padding_id: int) -> Iterator[dict[str, torch.Tensor]]:
+        """BERT's arguments: input_ids and attention_mask (B, T), 1 where there is a token; labels (B,)."""
+        for batch in indices:
+            rows = [self.ids[index] for index in batch]
             mask = pad_sequence([torch.ones_like(row) for row in rows], batch_first=True)
             ids = pad_sequence(rows, batch_first=True, padding_value=padding_id)
-            yield {"input_ids": ids, "attention_mask": mask, "labels": self.labels[places]}
+            yield {"input_ids": ids, "attention_mask": mask, "labels": self.labels[batch]}
 
 
 @dataclass(frozen=True)
 class Task:
-    """The data in tokens; texts open with the tokenizer's BOS, from which BERT classifies. padding_id is no token's."""
+    """The data in tokens. Texts start with the tokenizer's BOS, from which BERT classifies. No token has padding_id."""
 
     names: list[str]
     train: Examples
@@ -113,9 +114,16 @@ class Task:
 
         return cls(data.names, encode(data.train), encode(data.test), tokenizer.vocab_size, data.test.share())
 
+    def settings(self) -> dict[str, Any]:
+        """Facts of a row that do not decide which training it is."""
+        lengths = torch.tensor([len(row) for row in self.train.ids])
+        shape = {"width": WIDTH, "depth": DEPTH, "heads": HEADS, "dropout": DROPOUT, "weight_decay": WEIGHT_DECAY}
+        data = {"labels": self.names, "train": len(self.train.ids), "test": len(self.test.ids), "guess": self.guess}
+        return {**shape, **data, "median_tokens": lengths.median().item(), "python": platform.python_version()}
+
 
 def build(kind: Attention, task: Task, max_tokens: int) -> torch.nn.Module:
-    """transformers' BERT, with GKA in every layer if it is wanted."""
+    """transformers' BERT, with GKA in every layer if `kind` is gka."""
     from transformers import BertConfig, BertForSequenceClassification
 
     config = BertConfig(
@@ -127,8 +135,8 @@ def build(kind: Attention, task: Task, max_tokens: int) -> torch.nn.Module:
     return use_gka(model) if kind == "gka" else model
 
 
-def train(case: Case, task: Task) -> Measured:
-    """Train a model from scratch. Returns settings and what was measured; times are of training alone."""
+def train(case: Case, task: Task) -> dict[str, Any]:
+    """Train a model from scratch and measure it; seconds are of training alone."""
     size, epochs = case["batch_size"], case["epochs"]
     with running("cpu", case["seed"]):
         model = build(case["attention"], task, case["max_tokens"])
@@ -152,27 +160,17 @@ def train(case: Case, task: Task) -> Measured:
                     optimizer.zero_grad()
                     bar.update(bar_task, advance=1, status=f"loss {loss.item():.3f}")
                 seconds.append(time.perf_counter() - begun)
-        return settings_of(task), numbers_of(model, task, size, seconds)
+        return measure(model, task, size, seconds)
 
 
-def settings_of(task: Task) -> dict[str, Any]:
-    lengths = torch.tensor([len(row) for row in task.train.ids])
-    shape = {"width": WIDTH, "depth": DEPTH, "heads": HEADS, "dropout": DROPOUT, "weight_decay": WEIGHT_DECAY}
-    data = {"labels": task.names, "train": len(task.train.ids), "test": len(task.test.ids), "guess": task.guess}
-    return {**shape, **data, "median_tokens": lengths.median().item(), "python": platform.python_version()}
-
-
-def numbers_of(model: torch.nn.Module, task: Task, size: int, seconds: list[float]) -> dict[str, Any]:
-    """Accuracies of held-out texts in padded batches and one by one, and how far apart their logits are."""
+def measure(model: torch.nn.Module, task: Task, size: int, seconds: list[float]) -> dict[str, Any]:
+    """Accuracy on held-out texts in padded batches and one by one, and the largest relative difference of logits."""
     logits = {"accuracy": predict(model, task, size), "accuracy_alone": predict(model, task, 1)}
     apart = (logits["accuracy"] - logits["accuracy_alone"]).abs().max() / logits["accuracy_alone"].abs().max()
     right = {name: (each.argmax(-1) == task.test.labels).double().mean().item() for name, each in logits.items()}
-    return {
-        "parameters": sum(p.numel() for p in model.parameters()),
-        **right,
-        "logits_apart": apart.item(),
-        "seconds_per_epoch": statistics.median(seconds),
-    }
+    parameters = sum(p.numel() for p in model.parameters())
+    numbers = {"logits_apart": apart.item(), "seconds_per_epoch": statistics.median(seconds)}
+    return {"parameters": parameters, **right, **numbers}
 
 
 @torch.no_grad()
@@ -183,31 +181,8 @@ def predict(model: torch.nn.Module, task: Task, size: int) -> torch.Tensor:
     return torch.cat([model(**batch).logits for batch in batches])
 
 
-def table(rows: pd.DataFrame, sources: Iterable[str] = ()) -> Table:
-    """A row for each kind of attention: the mean over seeds and half the range."""
-    shown = []
-    for kind, runs in rows.groupby("attention", sort=False) if len(rows) else ():
-
-        def spread(name: str, form: str, scale: float = 1.0, runs: pd.DataFrame = runs) -> str:
-            return f"{scale * runs[name].mean():{form}} ±{scale * (runs[name].max() - runs[name].min()) / 2:{form}}"
-
-        accuracies = [spread(name, ".2f", 100) for name in ("accuracy", "accuracy_alone")]
-        sizes, times = [f"{runs.parameters.iloc[0]:,}", f"{len(runs)}"], [spread("seconds_per_epoch", ".2f")]
-        shown.append([f"**{KINDS[kind].label}**", *sizes, *accuracies, f"{runs.logits_apart.max():.0e}", *times])
-    headings = ["", "parameters", "seeds", "accuracy %", "one by one %", "logits apart", "s/epoch"]
-    return Table.of(headings, shown, sources=list(sources))
-
-
-def rows_of(path: Path, config: TextClassifierConfig) -> pd.DataFrame:
-    """The rows of the trainings that these settings ask for, in order."""
-    rows, wanted = frames.frame(path, "accuracy", kind=KIND), cases_of(config)
-    if rows.empty:
-        return rows
-    return rows[[record["config"]["case"] in wanted for record in rows.record]]
-
-
 def cases_of(config: TextClassifierConfig) -> list[Case]:
-    """A case for every seed and kind: what decides a training."""
+    """A case for every seed and kind."""
     same = {name: getattr(config, name) for name in ("epochs", "batch_size", "max_tokens", "vocab_size", "lr")}
     data = f"{config.data.name} {checksum(config.data)}" if config.data else "builtin"
     return [
@@ -215,10 +190,36 @@ def cases_of(config: TextClassifierConfig) -> list[Case]:
     ]
 
 
-def pythons_of(config: TextClassifierConfig) -> set[str]:
-    """The Pythons whose docstrings finished trainings had; none of a file of your own."""
+def table(records: list[dict[str, Any]], sources: Iterable[str] = ()) -> Table:
+    """A row for each kind of attention: the mean over seeds and half the range."""
+    frame = pd.DataFrame([record["config"]["case"] | record["metrics"] for record in records])
+    rows = []
+    for kind, runs in frame.groupby("attention", sort=False) if records else ():
+
+        def spread(name: str, digits: str, scale: float = 1.0, runs: pd.DataFrame = runs) -> str:
+            values = scale * runs[name]
+            return f"{values.mean():{digits}} ±{(values.max() - values.min()) / 2:{digits}}"
+
+        accuracies = [spread(name, ".2f", 100) for name in ("accuracy", "accuracy_alone")]
+        cells = [f"{runs.parameters.iloc[0]:,}", f"{len(runs)}", *accuracies, f"{runs.logits_apart.max():.0e}"]
+        rows.append([f"**{KINDS[kind].label}**", *cells, spread("seconds_per_epoch", ".2f")])
+    headings = ["", "parameters", "seeds", "accuracy %", "one by one %", "logits apart", "s/epoch"]
+    return Table.of(headings, rows, sources=list(sources))
+
+
+def records_of(path: Path, config: TextClassifierConfig) -> list[dict[str, Any]]:
+    """The finished trainings that these settings ask for, in the order of the file."""
+    cases = cases_of(config)
+    return [row for row in frames.records(path, "accuracy", kind=KIND) if row["config"]["case"] in cases]
+
+
+def check_python(config: TextClassifierConfig) -> None:
+    """Raises UserError if finished trainings read the docstrings of another version of Python."""
     rows = [] if config.data else frames.records(config.results, kind=KIND)
-    return {row["config"]["python"] for row in rows if row["config"]["case"]["data"] == "builtin"}
+    pythons = {row["config"]["python"] for row in rows if row["config"]["case"]["data"] == "builtin"}
+    if others := pythons - {platform.python_version()}:
+        has = f"{config.results} has trainings on the docstrings of Python {', '.join(sorted(others))}"
+        raise UserError(f"{has}, this is {platform.python_version()}; give another file with --results")
 
 
 def main(config: TextClassifierConfig) -> None:
@@ -227,17 +228,16 @@ def main(config: TextClassifierConfig) -> None:
         raise UserError(f"--data {config.data}: there is no such file")
     if reason := extras.missing("hf", "transformers"):
         raise UserError(reason)
-    wanted, cases = cases_of(config), Cases(config.results, KIND)
-    left = [case for case in wanted if not cases.has(case)]
-    if left:
-        if others := pythons_of(config) - {platform.python_version()}:
-            has = f"{config.results} has trainings on the docstrings of Python {', '.join(sorted(others))}"
-            raise UserError(f"{has}, this is {platform.python_version()}; give another file with --results")
+    finished = [row["config"]["case"] for row in records_of(config.results, config)]
+    if missing := [case for case in cases_of(config) if case not in finished]:
+        check_python(config)
         task = Task.prepare(config)
         about = f"{len(task.train.ids):,} texts to train on, {len(task.test.ids):,} held out, {len(task.names)} labels"
         console.print(f"{about} ({', '.join(task.names)}); always the commonest: {task.guess:.1%}", highlight=False)
-        cases.fill(left, lambda case: train(case, task))
-    table(rows_of(config.results, config)).show()
+        for case in missing:
+            numbers = train(case, task)
+            append_result(config.results, KIND, {**task.settings(), "case": case}, numbers, torch.device("cpu"))
+    table(records_of(config.results, config)).show()
 
 
 if __name__ == "__main__":

@@ -11,12 +11,11 @@ import re
 import textwrap
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 from runs import pages
+from runs.pages import ROOT
 from runs.table import NOT_RUN, Table
 from runs.tables import (
-    approximations,
     benchmarks,
     core,
     demo,
@@ -25,7 +24,6 @@ from runs.tables import (
     log,
     machine,
     models,
-    neighbours,
     serves,
     speed,
     study,
@@ -39,7 +37,6 @@ from runs.tables import (
 from runs.tables.sentences import SENTENCES
 from trainkit_gka.cli import UserError, run
 
-ROOT = Path(__file__).resolve().parents[2]
 PAGES = (
     "README.md",
     "gka/README.md",
@@ -80,8 +77,6 @@ TABLES: dict[str, Callable[[], list[Table]]] = {
     **study_speed.TABLES,
     **study_vision.TABLES,
     **study_next.TABLES,
-    **neighbours.TABLES,
-    **approximations.TABLES,
 }
 BLOCK = re.compile(r"<!-- (table|text):(\S+) -->\n(?:.*?\n)??<!-- /\1 -->", re.DOTALL)
 WIDTH = 120  # letters of a line of prose
@@ -118,7 +113,7 @@ def render(page: str, text: str) -> str:
 
 def main(config: TablesConfig) -> None:
     rendered = {page: render(page, (ROOT / page).read_text()) for page in PAGES}
-    pages.update(ROOT, rendered, "python -m runs.tables", config.check)
+    pages.update(rendered, "python -m runs.tables", config.check)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from nanochat_gka.accounting import AccountingConfig, account
 from runs import frames
 from runs.examples.text_classifier import FILE as CLASSIFIER
 from runs.examples.text_classifier import TextClassifierConfig
-from runs.examples.text_classifier import rows_of as rows_of_classifier
+from runs.examples.text_classifier import records_of as records_of_classifier
 from runs.study.families import ALL, PRESET, RIVAL, WIDE_HEADS, shape_of
 from runs.study.grid import CONTROL, DEEPER, HALF, LONGER, LONGEST, scaled_places
 from runs.study.scores import Place, Scores, family_of, probed_models
@@ -326,7 +326,8 @@ def beside_in_images(results: dict, own: str, other: str, words: str = "", whose
 
 def classifier() -> str:
     """BERT on docstrings."""
-    rows = rows_of_classifier(frames.RESULTS / CLASSIFIER, TextClassifierConfig())
+    records = records_of_classifier(frames.RESULTS / CLASSIFIER, TextClassifierConfig())
+    rows = pd.DataFrame([record["config"]["case"] | record["metrics"] for record in records])
     by_seed = rows.pivot(index="seed", columns="attention", values="accuracy")
     leads = by_seed["gka"] > by_seed["softmax"]
     order = (

@@ -9,7 +9,6 @@ import pytest
 from runs import frames
 from runs.examples import text_classifier, texts
 from runs.examples.text_classifier import KIND, TextClassifierConfig
-from runs.neighbours.cases import Cases
 from trainkit_gka import cli
 
 WORDS = {"sea": "wave tide ship salt harbour gull", "wood": "oak moss fern path bark beetle"}
@@ -37,7 +36,7 @@ def test_both_kinds_learn_and_padding_changes_nothing(tmp_path, monkeypatch, cap
     write(path)
     flags = ["--data", path, "--results", results, "--seeds", 1, "--epochs", 8, "--vocab-size", 300, "--lr", 0.003]
     run(*flags)
-    rows = list(Cases(results, KIND).rows().values())
+    rows = frames.records(results, kind=KIND)
     assert [row["config"]["case"]["attention"] for row in rows] == ["softmax", "gka"]
     for row in rows:
         metrics = row["metrics"]
@@ -45,7 +44,7 @@ def test_both_kinds_learn_and_padding_changes_nothing(tmp_path, monkeypatch, cap
         assert metrics["logits_apart"] < 1e-4 and metrics["seconds_per_epoch"] > 0
     capsys.readouterr()
     run(*flags)
-    assert len(Cases(results, KIND).rows()) == 2
+    assert len(frames.records(results, kind=KIND)) == 2
     said = capsys.readouterr().out
     assert "texts to train on" not in said and f"{rows[1]['metrics']['parameters']:,}" in said
 

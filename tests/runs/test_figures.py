@@ -5,8 +5,6 @@ import pytest
 from deit_gka.figures.sheet import HYBRID
 from gka.kinds import KINDS
 from runs import figures, mathematics
-from runs.neighbours.approximations import picture
-from runs.neighbours.approximations.forms import FORMS, MEAN
 from runs.study.grid import CONTENDERS, CONTROL, SCALED, longer_families
 from runs.study.pictures import OVER_CONTROL
 from runs.study.vision.families import BARE_NORM, DEEPER, FAMILIES, TUNED_APART, TUNED_APART_LATER
@@ -19,7 +17,6 @@ def test_forms_have_looks_of_their_own_in_the_palette():
     for forms in (TEXT, IMAGES):
         looks = [figures.look(form) for form in forms]
         assert len(set(looks)) == len(looks) and {look.colour for look in looks} <= set(figures.PALETTE)
-    assert picture.LOOKS.keys() == FORMS.keys() - {MEAN} and len(set(picture.LOOKS.values())) == len(picture.LOOKS)
 
 
 def test_pictures_of_models_have_the_forms_colours():

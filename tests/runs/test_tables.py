@@ -8,7 +8,7 @@ import pandas as pd
 import pytest
 
 from bench_lines import write_lines
-from runs import frames
+from runs import frames, pages
 from runs.bench.results import facts_of
 from runs.demo.report import COLUMNS
 from runs.tables import __main__ as tables
@@ -77,6 +77,7 @@ def test_a_block_of_an_unknown_table_is_named():
 
 def test_a_page_out_of_date_ends_the_check_with_1(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(tables, "ROOT", tmp_path)
+    monkeypatch.setattr(pages, "ROOT", tmp_path)
     monkeypatch.setattr(tables, "PAGES", ["README.md", "gka.md"])
     (tmp_path / "README.md").write_text("<!-- table:errors -->\nold\n<!-- /table -->\n")
     (tmp_path / "gka.md").write_text("<!-- table:sizes -->\nold\n<!-- /table -->\n")
