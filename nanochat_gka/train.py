@@ -13,9 +13,9 @@ the global token count and gradients are summed, so any number of processes comp
 
 import math
 import time
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 from rich.progress import Progress
@@ -47,7 +47,7 @@ from nanochat_gka.training.optim import MuonAdamW, OptimConfig, check_decay, par
 from nanochat_gka.training.schedule import lr_multiplier, muon_momentum, weight_decay_multiplier
 from trainkit_gka import cli, compiling, hardware
 from trainkit_gka.checkpoint import Checkpoint
-from trainkit_gka.cli import Bounds, CountOrAll, CountOrAutomatic, CountOrOff, MayChange, UserError
+from trainkit_gka.cli import Bounds, CountOrAll, CountOrAutomatic, CountOrOff, Group, MayChange, UserError
 from trainkit_gka.distributed import Runtime, Stop
 from trainkit_gka.loop import launch
 from trainkit_gka.progress import Pace, RunLog, clock_text, rate
@@ -73,19 +73,8 @@ class TrainConfig(OptimConfig, ModelFlags, BundleFlags, RunConfig):
     The same command continues a run that was stopped.
     """
 
-    # Of --help; the rest is of the run itself.
-    GROUPS: ClassVar[dict[str, str]] = {
-        "model": " ".join([*(field.name for field in fields(ModelFlags)), "max_seq_len"]),
-        "data": "data verify_data",
-        "schedule": "num_iterations target_flops target_param_data_ratio total_batch_size warmup_ratio warmdown_ratio "
-        "final_lr_frac",
-        "optimiser": " ".join(field.name for field in fields(OptimConfig)),
-        "logging": "eval_every eval_tokens eval_rows core_metric_every core_metric_max_per_task bundle bundle_url "
-        "sample_every log_every wandb tensorboard results",
-    }
-
     # Where
-    data: MayChange[Path] = Path("out/packed")
+    data: MayChange[Annotated[Path, Group.DATA]] = Path("out/packed")
     """Folder of packed rows (make tokenize)."""
     model_tag: MayChange[str] = ""
     """Name of the run; empty takes d<depth>-<attention> and what is unlike the paper's form: d20-gka-PS-VE."""
@@ -93,43 +82,43 @@ class TrainConfig(OptimConfig, ModelFlags, BundleFlags, RunConfig):
     """Whether to use torch.compile; auto does on CUDA if a compiler is installed."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """What activations and products are rounded to, matrices are float32; auto = bfloat16 on CUDA, else float32."""
-    verify_data: MayChange[bool] = True
+    verify_data: MayChange[Annotated[bool, Group.DATA]] = True
     """Check the data's checksums before training, on every machine."""
 
-    max_seq_len: Annotated[int, Bounds(1, other=(-1, "the data's"))] = -1
+    max_seq_len: Annotated[int, Bounds(1, other=(-1, "the data's")), Group.MODEL] = -1
     """Context length T; -1 takes the data's."""
 
     # Horizon: the first of these that is set decides
-    num_iterations: CountOrOff = -1
+    num_iterations: Annotated[CountOrOff, Group.SCHEDULE] = -1
     """Number of steps; -1 leaves it to the training FLOPs."""
-    target_flops: PositiveOrOff = -1.0
+    target_flops: Annotated[PositiveOrOff, Group.SCHEDULE] = -1.0
     """Total training FLOPs; -1 leaves the number of steps to the ratio."""
-    target_param_data_ratio: PositiveOrOff = 10.5
+    target_param_data_ratio: Annotated[PositiveOrOff, Group.SCHEDULE] = 10.5
     """Training tokens per scaling parameter (matrices and head)."""
 
     # Optimisation
     device_batch_size: MayChange[RowsAtOnce] = "auto"
     """Rows that a process computes at once; auto takes what fits the memory. It changes speed, not results."""
-    total_batch_size: CountOrAutomatic = -1
+    total_batch_size: Annotated[CountOrAutomatic, Group.SCHEDULE] = -1
     """Tokens per step over all processes; -1 = automatic."""
-    warmup_ratio: Annotated[float, Bounds(0, 1)] = 0.0
+    warmup_ratio: Annotated[float, Bounds(0, 1), Group.SCHEDULE] = 0.0
     """Part of the steps spent warming up."""
-    warmdown_ratio: Annotated[float, Bounds(0, 1)] = 0.5
+    warmdown_ratio: Annotated[float, Bounds(0, 1), Group.SCHEDULE] = 0.5
     """Part of the steps spent warming down."""
-    final_lr_frac: Annotated[float, Bounds(0, 1, open_most=True)] = 0.0
+    final_lr_frac: Annotated[float, Bounds(0, 1, open_most=True), Group.SCHEDULE] = 0.0
     """Learning rate at the end, as a fraction."""
 
     # Reports
-    eval_tokens: MayChange[CountOrAll] = 20_971_520
+    eval_tokens: MayChange[Annotated[CountOrAll, Group.LOGGING]] = 20_971_520
     """Tokens of each split to evaluate on; -1 = all."""
-    core_metric_every: MayChange[CountOrOff] = -1
+    core_metric_every: MayChange[Annotated[CountOrOff, Group.LOGGING]] = -1
     """Steps between scores on CORE (nanochat's: 2000), and one at the end; -1 = off."""
-    core_metric_max_per_task: MayChange[CountOrAll] = 500
+    core_metric_max_per_task: MayChange[Annotated[CountOrAll, Group.LOGGING]] = 500
     """Examples of each of CORE's tasks; -1 = all."""
-    eval_rows: MayChange[EvalRows] = "upstream"
+    eval_rows: MayChange[Annotated[EvalRows, Group.LOGGING]] = "upstream"
     """Rows of a split: upstream = the first of nanochat's loader (the paper's way), spaced = evenly spaced, as always
     where packing split documents."""
-    sample_every: MayChange[CountOrOff] = 2000
+    sample_every: MayChange[Annotated[CountOrOff, Group.LOGGING]] = 2000
     """Steps between samples of text, nanochat's seven prompts; -1 = never."""
 
     @property

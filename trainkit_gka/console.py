@@ -6,7 +6,6 @@ import sys
 from importlib.metadata import entry_points
 from pathlib import Path
 
-from trainkit_gka import cli
 from trainkit_gka.extras import MissingExtra
 
 GROUP = "gka.commands"  # pyproject.toml: the module of each command
@@ -14,7 +13,6 @@ GROUP = "gka.commands"  # pyproject.toml: the module of each command
 
 def main() -> None:
     """Run the module of the command that this process was started as. Exits with 2 if an extra is missing."""
-    cli.console_script = sys.argv[0]
     (command,) = entry_points(group=GROUP, name=Path(sys.argv[0]).stem)
     try:
         importlib.import_module(command.value.partition(".")[0])

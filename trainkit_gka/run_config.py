@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_type_hints
 
-from trainkit_gka.cli import MAY_CHANGE, Bounds, Count, CountOrOff, MayChange, Seed, UserError, flag_of
+from trainkit_gka.cli import MAY_CHANGE, Bounds, Count, CountOrOff, Group, MayChange, Seed, UserError, flag_of
 
 
 @dataclass(frozen=True)
@@ -24,27 +24,27 @@ class RunConfig:
     """Where to compute; auto takes CUDA if there is one."""
     seed: Seed = 42
     """Seed of the weights and of the order of the data."""
-    eval_every: MayChange[CountOrOff] = 250
+    eval_every: MayChange[Annotated[CountOrOff, Group.LOGGING]] = 250
     """Steps between evaluations; -1 evaluates at the end only."""
     save_every: MayChange[CountOrOff] = 250
     """Steps between checkpoints; -1 saves at the end only."""
     keep: MayChange[Count] = 2
     """How many checkpoints to keep, the newest ones."""
-    log_every: MayChange[Count] = 10
+    log_every: MayChange[Annotated[Count, Group.LOGGING]] = 10
     """Steps between printed lines."""
     stop_after: MayChange[CountOrOff] = -1
     """Stop after this step and save; the length of the run stays (for trying things out)."""
     stopped_code: MayChange[Annotated[int, Bounds(0, 255)]] = 0
-    """Exit code after a signal, when all is saved: not 0 for a job that then puts itself back (runs/slurm)."""
-    wandb: MayChange[Literal["disabled", "offline", "online"]] = "disabled"
-    """Weights & Biases; offline needs no account (WANDB_MODE sets the Makefile's default)."""
-    tensorboard: MayChange[bool] = False
+    """Exit code after a signal, when all is saved: not 0 for a job that then puts itself back into a queue."""
+    wandb: MayChange[Annotated[Literal["disabled", "offline", "online"], Group.LOGGING]] = "disabled"
+    """Weights & Biases; offline needs no account."""
+    tensorboard: MayChange[Annotated[bool, Group.LOGGING]] = False
     """Write the same numbers for TensorBoard, into the run's folder (tensorboard --logdir OUT)."""
     profile: MayChange[str] = ""
     """Record these steps, such as 10-15, by torch.profiler: a trace in the run's folder. They take longer."""
     dry_run: MayChange[bool] = False
     """Train nothing and write nothing: check what can be checked, show the settings and what training would take."""
-    results: MayChange[Path] = Path("out/results.jsonl")
+    results: MayChange[Annotated[Path, Group.LOGGING]] = Path("out/results.jsonl")
     """File to append the finished run's numbers to."""
 
     @property

@@ -67,33 +67,32 @@ def main(words: Sequence[str]) -> int:
             run.main(on_one_machine(words))
         except ChildFailedError as failed:
             codes = {failure.exitcode for failure in failed.failures.values()}
-            # A mistake counts also where its process was ended before it could leave.
-            if code := _say(note, {UserError.code, *codes}):
-                return code
+            message, code = _read(note)
+            if code in {UserError.code, *codes}:  # a mistake counts also where its process was ended before it exited
+                return _print(message, code)
             if codes <= STOPPED:
                 return max(128 - code if code < 0 else code for code in codes)
             raise
         except api.SignalException as signalled:  # from outside, or a command whose mistake must not be tried again
-            message, code = _left(note) or (None, 0)
-            return code if message == "" else _say(note, {UserError.code}) or 128 + signalled.sigval
-        message, code = _left(note) or ("", 0)
-        return 0 if message else code  # a signal that the processes had by themselves
+            message, code = _read(note)
+            if code is not None and (not message or code == UserError.code):
+                return _print(message, code)
+            return 128 + signalled.sigval
+        message, code = _read(note)
+        return 0 if message else code or 0  # a signal that the processes had by themselves
 
 
-def _left(note: Path) -> tuple[str, int] | None:
-    """The message and exit code that a command left."""
+def _read(note: Path) -> tuple[str, int | None]:
+    """The message and the exit code that a process wrote into `note` at its end; no code if none did."""
     if not note.exists():
-        return None
-    left = json.loads(note.read_text())
-    return left["message"], left["code"]
+        return "", None
+    end = json.loads(note.read_text())
+    return end["message"], end["code"]
 
 
-def _say(note: Path, codes: set[int]) -> int:
-    """Print the error that a command left in `note` with one of `codes`, and return that; 0 if there is none."""
-    message, code = _left(note) or ("", 0)
-    if not message or code not in codes:
-        return 0
-    print(f"error: {message}", file=sys.stderr)
+def _print(message: str, code: int) -> int:
+    if message:
+        print(f"error: {message}", file=sys.stderr)
     return code
 
 

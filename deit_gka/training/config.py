@@ -1,13 +1,13 @@
 """The flags of `train`: the recipe, and where and how to run it."""
 
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 from deit_gka.data.sources import FORMS, DataParts
 from deit_gka.data.workers import WorkerCount
 from deit_gka.model.checkpoints import check_attention, check_name, parse_kwargs
 from deit_gka.recipe import Recipe
-from trainkit_gka.cli import Bounds, Count, CountOrOff, MayChange, UserError
+from trainkit_gka.cli import Bounds, Count, CountOrOff, Group, MayChange, UserError
 from trainkit_gka.run_config import RunConfig
 
 
@@ -18,28 +18,16 @@ class TrainConfig(Recipe, DataParts, RunConfig):
     The same command continues a run that was stopped.
     """
 
-    # Of --help; the rest is of the run itself.
-    GROUPS: ClassVar[dict[str, str]] = {
-        "model": "model model_kwargs attention drop_path initial_weights distillation_type teacher_model teacher_path "
-        "distillation_alpha distillation_tau",
-        "data": " ".join(["data", *DataParts.__dataclass_fields__]),
-        "augmentation": "input_size mean std scale ratio hflip aa reprob repeated_aug mixup cutmix smoothing "
-        "three_augment src color_jitter",
-        "schedule": "epochs batch_size group_size lr warmup_epochs warmup_lr min_lr",
-        "optimiser": "weight_decay opt_betas clip_grad bce_loss model_ema_decay model_ema_warmup",
-        "logging": "eval_every crop_pct log_every wandb tensorboard results",
-    }
-
     # What and where
-    model: str = "deit_tiny_gka_patch16_224"
+    model: Annotated[str, Group.MODEL] = "deit_tiny_gka_patch16_224"
     """Any timm name: deit_{tiny,small,base}_{gka,vlt}_patch16_224, deit_tiny_patch16_224 (softmax), ..."""
-    model_kwargs: tuple[str, ...] = ()
+    model_kwargs: Annotated[tuple[str, ...], Group.MODEL] = ()
     """Arguments for timm, e.g. sigma_squared=1.0 depth=4."""
-    attention: str = ""
+    attention: Annotated[str, Group.MODEL] = ""
     """A (softmax), G (gka) and V (vlt) by layer, tiled, such as GGGA, or one kind's name; empty takes the model's."""
-    initial_weights: MayChange[str] = ""
+    initial_weights: MayChange[Annotated[str, Group.MODEL]] = ""
     """Start from what fits of a file (.safetensors, or .pth as DeiT's), a run or exported folder, or a timm name."""
-    data: MayChange[str] = ""
+    data: MayChange[Annotated[str, Group.DATA]] = ""
     """A folder with train/ and val/ (class folders or tars), hf:NAME, hf-stream:NAME, wds:FOLDER or digits."""
     model_tag: MayChange[str] = ""
     """Name of the run; empty takes the model's."""
@@ -55,11 +43,11 @@ class TrainConfig(Recipe, DataParts, RunConfig):
     """Recompute activations in backward: less memory, slower."""
 
     # Reports
-    eval_every: MayChange[CountOrOff] = 1
+    eval_every: MayChange[Annotated[CountOrOff, Group.LOGGING]] = 1
     """Epochs between evaluations; -1 evaluates at the end only."""
     save_every: MayChange[CountOrOff] = 500
     """Updates between checkpoints, beside those after every epoch; -1 saves those only."""
-    log_every: MayChange[Count] = 50
+    log_every: MayChange[Annotated[Count, Group.LOGGING]] = 50
     """Updates between printed lines."""
 
     @property

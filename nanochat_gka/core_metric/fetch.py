@@ -11,10 +11,10 @@ import zipfile
 import zlib
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import NoReturn
+from typing import Annotated, NoReturn
 
 from nanochat_gka.core_metric.bundle import MANIFEST, is_inside
-from trainkit_gka.cli import MayChange, PassingFault, UserError
+from trainkit_gka.cli import Group, MayChange, PassingFault, UserError
 from trainkit_gka.distributed import Runtime
 from trainkit_gka.files import atomic_folder, locked, read_json, sha256, write_json
 from trainkit_gka.progress import progress_bar
@@ -29,9 +29,9 @@ MAX_BYTES, MAX_FILES, MAX_RATIO = 4 * 2**30, 10_000, 100
 class BundleFlags:
     """Where the bundle comes from, for the commands that ask its questions."""
 
-    bundle: MayChange[Path | None] = None
+    bundle: MayChange[Annotated[Path | None, Group.DATA]] = None
     """CORE's questions: the folder of the bundle, or eval_bundle.zip. None = fetch it."""
-    bundle_url: MayChange[str] = URL
+    bundle_url: MayChange[Annotated[str, Group.DATA]] = URL
     """Address to fetch the bundle from."""
 
     def open_bundle(self, folder: Path) -> Path:

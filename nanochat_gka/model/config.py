@@ -6,7 +6,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from gka import KINDS, layer_kinds
 from gka.offsets import DELAYS
-from trainkit_gka.cli import Bounds, Count, MayChange, UserError
+from trainkit_gka.cli import Bounds, Count, Group, MayChange, UserError
 
 BEFORE_ROTATED = "normalised"  # the default until 2026-11-22; a saved shape that does not say its values has these
 VALUE_EMBEDS = ("auto", "all", "every-layer", "none")
@@ -251,37 +251,37 @@ def _types(shape: type[GPTConfig]) -> dict[str, type]:
 class ModelFlags:
     """The flags that shape a model; every command that builds one inherits them."""
 
-    depth: Annotated[int, Bounds(1, 10**6)] = 20
+    depth: Annotated[int, Bounds(1, 10**6), Group.MODEL] = 20
     """Number of layers; width, heads, horizon and learning rates follow from it."""
-    aspect_ratio: Count = 64
+    aspect_ratio: Annotated[Count, Group.MODEL] = 64
     """Width per layer."""
-    head_dim: Count = 128
+    head_dim: Annotated[Count, Group.MODEL] = 128
     """Channels per head."""
-    window_pattern: str = "SSSL"
+    window_pattern: Annotated[str, Group.MODEL] = "SSSL"
     """A letter per layer, tiled: L full context, S half of it; the last layer is always L."""
-    attention: str = "gka"
+    attention: Annotated[str, Group.MODEL] = "gka"
     """Kind of attention, such as gka, softmax or vlt, or a letter per layer (A softmax, G gka, V vlt), tiled: GGGA."""
-    value_embeds: Literal["auto", "all", "every-layer", "none"] = "auto"
+    value_embeds: Annotated[Literal["auto", "all", "every-layer", "none"], Group.MODEL] = "auto"
     """Layers with gated value embeddings; auto = nanochat's: every second layer, if its attention learns values; all =
     every second layer of any kind; every-layer = the other layers too."""
-    head_offsets: str = ""
+    head_offsets: Annotated[str, Group.MODEL] = ""
     """A letter per head of gka layers, tiled: N pairs key j with value j, P with value j-1, S key j-1 with value j;
     empty = the paper's form. A fixed case of KV shifting attention (arXiv 2411.19574)."""
-    gka_values: Literal["rotated", "normalised"] = "rotated"
+    gka_values: Annotated[Literal["rotated", "normalised"], Group.MODEL] = "rotated"
     """What gka heads mix: rotated = the features that are in the kernel (the paper's section 5.1); normalised, not
     the paper's = the same before rotation."""
-    sigma_squared: Annotated[float, Bounds(0)] = 0.0
+    sigma_squared: Annotated[float, Bounds(0), Group.MODEL] = 0.0
     """Starting sigma^2 of gka heads; 0 = head_dim, or head_dim / 4 with head offsets."""
-    offset_layers: Literal["gka", "all"] = "gka"
+    offset_layers: Annotated[Literal["gka", "all"], Group.MODEL] = "gka"
     """Layers that have the head offsets, channel bandwidths and head gates; all gives them to softmax and vlt layers
     too, as a control."""
-    channel_bandwidths: bool = False
+    channel_bandwidths: Annotated[bool, Group.MODEL] = False
     """Learn a scale for each channel of what is compared, beside sigma for each head (automatic relevance
     determination); not the paper's form."""
-    head_gates: bool = False
+    head_gates: Annotated[bool, Group.MODEL] = False
     """Multiply each head's output by a gate that reads the token (arXiv 2505.06708); not the paper's form."""
 
-    forms: MayChange[str] = ""
+    forms: MayChange[Annotated[str, Group.MODEL]] = ""
     """Module of research forms, which have flags of their own: runs.study.forms, --help with it lists them."""
 
     SHAPE: ClassVar[type[GPTConfig]] = GPTConfig  # or of the module of --forms

@@ -7,7 +7,7 @@ flags for them. Its module registers both. `runs.study.forms` is one.
 import importlib
 from argparse import ArgumentParser
 from collections.abc import Callable
-from dataclasses import fields, make_dataclass
+from dataclasses import make_dataclass
 
 from nanochat_gka.model.config import FORMS, OF_THE_STUDY, STUDY, GPTConfig, ModelFlags
 from trainkit_gka.cli import UserError
@@ -58,10 +58,6 @@ def with_flags(config_class: type[ModelFlags], module: str) -> type[ModelFlags]:
     if not module:
         return config_class
     forms, own = _flags_of(module), {"__doc__": config_class.__doc__}
-    if groups := getattr(config_class, "GROUPS", None):  # of --help
-        known = {field.name for field in fields(config_class)}
-        added = [field.name for form in forms for field in fields(form) if field.name not in known]
-        own["GROUPS"] = {**groups, "form": " ".join(added)}
     return make_dataclass(config_class.__name__, (), bases=(*forms, config_class), namespace=own, frozen=True)
 
 

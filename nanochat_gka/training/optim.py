@@ -18,7 +18,7 @@ from nanochat_gka.model.attention import ADAMW_PARTS
 from nanochat_gka.model.gpt import GPT
 from nanochat_gka.training.dealing import Dealer, wait
 from nanochat_gka.training.muon import muon_update, second_moment_shape
-from trainkit_gka.cli import Bounds, UserError
+from trainkit_gka.cli import Bounds, Group, UserError
 from trainkit_gka.distributed import Runtime
 
 MUON_BETA2 = 0.95
@@ -39,28 +39,28 @@ class OptimConfig:
     The defaults are nanochat's; it has no sigma_lr, channel_lr and gate_lr, and always 2^19 tokens.
     """
 
-    embedding_lr: Rate = 0.3
+    embedding_lr: Annotated[Rate, Group.OPTIMISER] = 0.3
     """Base learning rate of the embeddings (AdamW)."""
-    unembedding_lr: Rate = 0.004
+    unembedding_lr: Annotated[Rate, Group.OPTIMISER] = 0.004
     """Base learning rate of the output head (AdamW)."""
-    matrix_lr: Rate = 0.02
+    matrix_lr: Annotated[Rate, Group.OPTIMISER] = 0.02
     """Base learning rate of the blocks' matrices (Muon)."""
-    scalar_lr: Rate = 0.5
+    scalar_lr: Annotated[Rate, Group.OPTIMISER] = 0.5
     """Base learning rate of the residual scalars (AdamW)."""
-    sigma_lr: Rate = 0.005
+    sigma_lr: Annotated[Rate, Group.OPTIMISER] = 0.005
     """Base learning rate of log sigma (AdamW)."""
-    channel_lr: Rate = 0.02
+    channel_lr: Annotated[Rate, Group.OPTIMISER] = 0.02
     """Base learning rate of the channel bandwidths' logarithms (AdamW)."""
-    gate_lr: Rate = 0.02
+    gate_lr: Annotated[Rate, Group.OPTIMISER] = 0.02
     """Base learning rate of the head gates (AdamW)."""
-    lr_batch_size: Annotated[int, Bounds(1)] = REFERENCE_BATCH
+    lr_batch_size: Annotated[int, Bounds(1), Group.OPTIMISER] = REFERENCE_BATCH
     """Tokens of a step for which the rates are; with others they go with the square root. Small steps want it lower:
     at 2,048 tokens the default makes rates a sixteenth."""
-    weight_decay: Rate = 0.2
+    weight_decay: Annotated[Rate, Group.OPTIMISER] = 0.2
     """Muon's weight decay before scaling; it falls to zero over the run."""
-    adam_beta1: Beta = 0.8
+    adam_beta1: Annotated[Beta, Group.OPTIMISER] = 0.8
     """AdamW's averaging of the gradient."""
-    adam_beta2: Beta = 0.95
+    adam_beta2: Annotated[Beta, Group.OPTIMISER] = 0.95
     """AdamW's averaging of the squared gradient."""
 
 

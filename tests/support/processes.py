@@ -52,7 +52,7 @@ def _run(module: str, argv: list[str], environment: dict[str, str | None], outpu
         if value is not None:
             os.environ[name] = value
     tempfile.tempdir = None  # it is looked for anew, in this environment
-    sys.argv = [module, *argv]
+    sys.argv, sys.orig_argv = [module, *argv], [sys.executable, "-m", module, *argv]
     with mock.patch.object(multiprocessing.util, "spawnv_passfds", _fork_in_place_of_exec):
         workers.context()
     sys.addaudithook(_ForbidForks())

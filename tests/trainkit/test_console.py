@@ -52,7 +52,6 @@ def test_a_missing_extra_is_one_line_and_exit_code_2(tmp_path, monkeypatch, caps
     monkeypatch.syspath_prepend(tmp_path)
     command = entry_points(group=GROUP)["gka-pack"]
     object.__setattr__(command, "value", "needs_more.pack")
-    monkeypatch.setattr("trainkit_gka.cli.console_script", "")  # and back
     monkeypatch.setattr("trainkit_gka.console.entry_points", lambda **wanted: [command])
     with pytest.raises(SystemExit) as left:
         main()

@@ -2,23 +2,24 @@
 
 from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import Annotated
 
-from trainkit_gka.cli import MayChange, UserError, flag_of
+from trainkit_gka.cli import Group, MayChange, UserError, flag_of
 
 
 @dataclass(frozen=True)
 class DataParts:
     """Names within the data; empty ones are found where there is no choice. All but the first are timm's flags."""
 
-    data_config: MayChange[str] = ""
+    data_config: MayChange[Annotated[str, Group.DATA]] = ""
     """The configuration of a Hugging Face dataset that has several."""
-    train_split: MayChange[str] = ""
+    train_split: MayChange[Annotated[str, Group.DATA]] = ""
     """The training images: a split of a Hugging Face dataset, such as train[:90%], or a folder. Empty = train."""
-    val_split: MayChange[str] = ""
+    val_split: MayChange[Annotated[str, Group.DATA]] = ""
     """The validation images, such as test. Empty = validation, val or valid."""
-    input_key: MayChange[str] = ""
+    input_key: MayChange[Annotated[str, Group.DATA]] = ""
     """The column of the images, or the suffix of their members in tars: left.jpg, or "jpg;png" for either."""
-    target_key: MayChange[str] = ""
+    target_key: MayChange[Annotated[str, Group.DATA]] = ""
     """The column of the labels, or the suffix of their members in tars, such as cls."""
 
     def split_names(self, split: str, usual: tuple[str, ...]) -> tuple[str, ...]:
