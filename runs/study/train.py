@@ -1,0 +1,593 @@
+"""Train cells of the study that are not trained yet, some at a time, in the background of everything else.
+
+A cell is a form of attention at one depth and number of training tokens, with one seed, at the learning rate that was
+tuned for the form. A finished cell is one line in runs/results/study/CORPUS.jsonl; runs/study/analyse.py reads it.
+
+make study                                                  every form with two layers, three seeds
+make study ARGS=--list                                      what is left of it, and how long it takes
+make study ARGS="--cells preset longest"                    other named lists of cells
+make study ARGS="--forms GKA 'GKA + offsets' --depths 4 --tokens 4194304 --seeds 0"
+make study ARGS="--forms GKA --flags='--window-pattern SSSL'"
+python -m runs.study.train --images hf:path/to/cifar10      vision transformers on CIFAR-10
+"""
+
+import contextlib
+import hashlib
+import json
+import math
+import os
+import shlex
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from deit_gka.data.sources import Source, check_classes, decode, open_source
+from deit_gka.model.registry import model_name
+from nanochat_gka.data.loader import same_rows
+from nanochat_gka.data.shards import MANIFEST
+from nanochat_gka.model.accounting import flops_per_token, meta_model
+from nanochat_gka.model.config import ModelFlags
+from nanochat_gka.training.optim import OptimConfig
+from trainkit_gka import signals
+from trainkit_gka.cli import Bounds, UserError, as_typed, run
+from trainkit_gka.files import locked, read_json, write_json
+from trainkit_gka.progress import clock_text, console, progress_bar, read_events, read_lines
+from trainkit_gka.results import append_line, date_of, git_commit, read_results
+from trainkit_gka.workers import cores
+
+# The forms, as flags of nanochat_gka.train. channel_rate and gate_rate multiply the learning rates of channel
+# bandwidths and head gates.
+OFFSETS = dict(head_offsets="PS")
+EVERYWHERE = dict(head_offsets="PS", offset_layers="all")  # softmax and VLT layers too
+UNROTATED = dict(gka_values="normalised")
+SOFTMAX, VLT = dict(attention="softmax"), dict(attention="vlt")
+GKA, GKA_OFFSETS = dict(attention="gka"), dict(attention="gka", **OFFSETS, **UNROTATED)
+HALF, EVERY, NONE = dict(value_embeds="all"), dict(value_embeds="every-layer"), dict(value_embeds="none")
+HYBRID = dict(**EVERYWHERE, **UNROTATED)
+CONTROL, PAPER, HALF_VE = "softmax + offsets", "GKA", "GKA + offsets + half VE"
+PRESET, RIVAL = "GKA + offsets + half VE + channels + gates", "softmax + offsets + channels + gates"
+
+
+def learned(channel_rate: float, gate_rate: float) -> dict[str, Any]:
+    """Channel bandwidths and head gates, with the factors of their learning rates."""
+    return dict(channel_bandwidths=True, head_gates=True, channel_rate=channel_rate, gate_rate=gate_rate)
+
+
+FORMS: dict[str, dict[str, Any]] = {
+    "softmax": SOFTMAX,
+    CONTROL: {**SOFTMAX, **EVERYWHERE},
+    "softmax + VE": {**SOFTMAX, **EVERY},
+    PAPER: GKA,
+    "GKA unrotated": {**GKA, **UNROTATED},
+    "GKA + offsets": GKA_OFFSETS,
+    "GKA + offsets + VE": {**GKA_OFFSETS, **EVERY},
+    "VLT + offsets": {**VLT, **EVERYWHERE},
+    "softmax without VE": {**SOFTMAX, **NONE},
+    "softmax + offsets without VE": {**SOFTMAX, **EVERYWHERE, **NONE},
+    "softmax + offsets + VE": {**SOFTMAX, **EVERYWHERE, **EVERY},
+    "GKA + offsets rotated": {**GKA, **OFFSETS},
+    HALF_VE: {**GKA_OFFSETS, **HALF},
+    "VLT": VLT,
+    "GGGA": dict(attention="GGGA", **UNROTATED),
+    "GGGA + offsets": dict(attention="GGGA", **HYBRID),
+    "GGGA + offsets without VE": dict(attention="GGGA", **HYBRID, **NONE),
+    "GGGGGA + offsets": dict(attention="GGGGGA", **HYBRID),
+    PRESET: {**GKA_OFFSETS, **HALF, **learned(4.0, 0.25)},
+    RIVAL: {**SOFTMAX, **EVERYWHERE, **learned(1.0, 0.25)},
+    "GGGA + offsets + channels + gates": dict(attention="GGGA", **HYBRID, **learned(1.0, 1.0)),
+    "GKA + offsets + channels + gates": {**GKA_OFFSETS, **learned(1.0, 1.0)},
+    "VLT + offsets + channels + gates": {**VLT, **EVERYWHERE, **learned(4.0, 0.25)},
+    f"{HALF_VE} + channels": {**GKA_OFFSETS, **HALF, "channel_bandwidths": True, "channel_rate": 4.0},
+    f"{PRESET}, heads of 128": {**GKA_OFFSETS, **HALF, **learned(4.0, 0.25), "head_dim": 128},
+    f"{RIVAL}, heads of 128": {**SOFTMAX, **EVERYWHERE, **learned(1.0, 0.25), "head_dim": 128},
+}
+# Tuned learning rates, as multiples of nanochat's at 2,048 tokens a step: 1 but for these, and for these at 8 layers.
+RATES = {"softmax + VE": 2.0}
+RATES_AT_8 = {"softmax": 2.0, CONTROL: 2.0, "GKA + offsets": 0.5, "GGGA + offsets": 2.0, "GGGGGA + offsets": 0.5}
+SEEDS = (0, 1, 2)
+SHORT, LONG = (2**19, 2**20, 2**21), (2**20, 2**21, 2**22)
+BUDGETS = {2: LONG, 4: LONG, 6: SHORT, 8: SHORT}  # training tokens at each depth
+PLACES = [(depth, tokens) for depth, budgets in BUDGETS.items() for tokens in budgets]
+REPEATED = ("softmax", CONTROL, PAPER, "GKA + offsets", "GGGA + offsets")
+FIVE = (*REPEATED, HALF_VE, PRESET, RIVAL, "GGGA + offsets + channels + gates", f"{HALF_VE} + channels")
+# Lists of cells: forms, then depths and tokens. All have three seeds.
+CELLS: dict[str, tuple[Iterable[str], list[tuple[int, int]]]] = {
+    "smallest": (FORMS, [(2, 2**20)]),
+    "four-layers": (FORMS, [(4, 2**20)]),
+    "longer": (("softmax", PAPER, "GKA unrotated", "GKA + offsets"), [(2, tokens) for tokens in LONG]),
+    "sizes": ((*REPEATED, "VLT + offsets", "softmax without VE", "GGGGGA + offsets", HALF_VE), PLACES),
+    "preset": ((PRESET, RIVAL), [place for place in PLACES if place[0] < 8]),
+    "longest": (FIVE, [(4, 2**22)]),
+}
+
+HEAD_DIM = 64  # half of nanochat's, so that two layers have two heads
+EVAL_TOKENS = 2**17  # of each split
+EVALUATE_ALONG_FROM = 2**22  # tokens; shorter trainings are evaluated at their end alone
+SAVE_EVERY = 2**18  # tokens
+CURVE_POINTS = 64
+COMPILED_FROM = 4  # layers; below, compiling costs more than it saves
+BATCH_FACTOR = 16  # undoes the trainer's square root of 2,048 over 2^19 tokens a step
+RATED = ("embedding_lr", "unembedding_lr", "matrix_lr", "scalar_lr", "sigma_lr")
+# Flags at these values are left out of keys, so that a new flag of the trainer changes no key.
+LEFT_OUT = {flag.name: flag.default for flag in fields(ModelFlags)} | {"attention": "softmax"}
+
+# CIFAR-10: 8 epochs of 50,000 images, in bfloat16, without mixed images and RandAugment, which are for long trainings.
+EPOCHS, IMAGE_BATCH, LR = 8, 128, 0.016
+IMAGE_MODEL = ("patch_size=4", "embed_dim=96", "depth=6", "num_heads=4")
+UNMIXED = ("--aa", "", "--reprob", 0, "--mixup", 0, "--cutmix", 0, "--repeated-aug", 1, "--drop-path", 0)
+AVERAGED = ("--model-ema-decay", 0.998, "--warmup-epochs", 1)
+CROPS = ("--hflip", 0.5, "--scale", 0.6, 1, "--crop-pct", 1, "--amp", "bfloat16")
+RECIPE = ("--input-size", 32, *UNMIXED, *AVERAGED, *CROPS)
+REPORTS = ("--num-workers", 0, "--log-every", 30, "--save-every", 150, "--eval-every", -1)
+# attention, further --model-kwargs, epochs; every rate that was tuned is 1.
+IMAGE_FORMS: dict[str, tuple[str, tuple[str, ...], int]] = {
+    "softmax": ("softmax", (), EPOCHS),
+    "GKA": ("gka", (), EPOCHS),
+    "VLT": ("vlt", (), EPOCHS),
+    "GKA + LRUB": ("gka", ("spatial_offsets=LRUB",), EPOCHS),
+    "softmax + LRUB": ("softmax", ("spatial_offsets=LRUB",), EPOCHS),
+    "softmax, 6 epochs": ("softmax", (), 6),  # about the time of GKA's 8
+    "GGGA": ("GGGA", (), EPOCHS),
+    "GKA, norm without weight": ("gka", ("norm_weight=false",), EPOCHS),
+    "GKA, norm without weight, channel bandwidths": ("gka", ("norm_weight=false", "channel_bandwidths=true"), EPOCHS),
+}
+IMAGE_SEEDS = (0, 1, 2, 3, 4)
+HELD_OUT = 0.1  # of the training images, on which the rates were chosen; its count is part of the keys
+
+LOOK_EVERY = 0.3  # seconds between two looks at the running trainings
+MOST_STARTS = 3  # of a training that a signal ended, such as the system's when memory is short
+RECORD = "results.jsonl"  # in a run's folder, written by the trainer
+
+
+@dataclass(kw_only=True)
+class TrainConfig:
+    """Train cells of the study side by side, every form at its tuned learning rate, and record each.
+
+    A finished cell is not trained again. SIGTERM or Ctrl-C lets the trainings save; the same command continues them.
+    """
+
+    data: Path = Path("out/packed/builtin-4096-512-whole")
+    """Folder of packed rows (make study packs those of CORPUS)."""
+    images: str = ""
+    """CIFAR-10 in place of text: a folder named cifar10 with train/ and val/, or hf:FOLDER/cifar10 of parquet files."""
+    cells: list[str] = field(default_factory=lambda: ["smallest"])
+    """Lists of text cells: smallest, four-layers, longer, sizes, preset, longest, or all."""
+    forms: list[str] = field(default_factory=list)
+    """Train these forms, at --depths, --tokens and --seeds, in place of --cells."""
+    depths: list[int] = field(default_factory=lambda: [2])
+    """Numbers of layers, with --forms."""
+    tokens: list[int] = field(default_factory=lambda: [2**20])
+    """Training tokens, with --forms."""
+    seeds: list[int] = field(default_factory=list)
+    """Seeds; 0, 1 and 2 for text and 0 to 4 for images unless given."""
+    flags: str = ""
+    """Further flags for the trainer, in one word; they are recorded in the row."""
+    list: bool = False
+    """Show what is left and how long it takes, and train nothing."""
+    retry_failed: bool = False
+    """Train cells again that failed."""
+    runs: Path = Path("out/study")
+    """Folder of the runs."""
+    results: Path = Path("runs/results/study")
+    """Folder of the results, a file of JSON lines for each corpus."""
+    at_once: Annotated[int, Bounds(1)] = 2
+    """Trainings side by side."""
+    threads: Annotated[int, Bounds(0)] = 0
+    """Threads of each training; 0 shares the cores among them."""
+    nice: Annotated[int, Bounds(0, 19)] = 19
+    """How far other programs go first."""
+    device_type: Literal["auto", "cuda", "cpu"] = "auto"
+    """Device to train on; auto takes CUDA if there is one."""
+
+
+@dataclass
+class Training:
+    """A cell as a command. key: a hash of all that is computed. trial, data: of its row. words: without the places.
+
+    cost: FLOPs of text, images of images; by it the time of what is left is estimated.
+    """
+
+    form: str
+    label: str
+    key: str
+    kind: str
+    trial: dict[str, Any]
+    data: dict[str, Any]
+    module: str
+    source: str  # --data
+    words: list[str]
+    steps: int
+    cost: float
+    command: str
+    finish_keys: tuple[str, ...]
+    metrics: Callable[[dict[str, Any], Path], dict[str, Any]]  # of a row, from the trainer's record and the run's folder
+    flags: list[str] = field(default_factory=list)
+    environment: dict[str, str] = field(default_factory=dict)
+
+
+def key_of(computed: dict[str, Any]) -> str:
+    """A hash of everything that is computed."""
+    return hashlib.sha256(json.dumps(computed, sort_keys=True).encode()).hexdigest()[:16]
+
+
+# Text
+
+
+def text_trainings(config: TrainConfig) -> tuple[str, list[Training]]:
+    """The corpus's name, and the trainings that the flags ask for. Raises UserError."""
+    if not (config.data / MANIFEST).exists():
+        raise UserError(f"no packed rows in {config.data}: pack some with python -m nanochat_gka.pack")
+    check_names("--forms", config.forms, FORMS)
+    check_names("--cells", config.cells, [*CELLS, "all"])
+    seeds = config.seeds or SEEDS
+    if config.forms:
+        places = [(depth, tokens) for depth in config.depths for tokens in config.tokens]
+        lists = [(config.forms, places)]
+    else:
+        lists = list(CELLS.values()) if "all" in config.cells else [CELLS[name] for name in config.cells]
+    manifest = read_json(config.data / MANIFEST, "manifest of packed rows")
+    cells = [(f, *place, seed) for forms, places in lists for place in places for seed in seeds for f in forms]
+    chosen = [cell for cell in dict.fromkeys(cells) if fits(cell[0], cell[1])]
+    return Path(manifest["corpus"]).name, [text_training(config, manifest, *cell) for cell in chosen]
+
+
+def fits(form: str, depth: int) -> bool:
+    """Whether a model of this depth has the whole of a hybrid's pattern of layers."""
+    attention = FORMS[form]["attention"]
+    return attention in ("softmax", "gka", "vlt") or len(attention) <= depth
+
+
+def text_training(
+    config: TrainConfig, manifest: dict[str, Any], form: str, depth: int, tokens: int, seed: int
+) -> Training:
+    """One cell of text. manifest: of the packed rows."""
+    batch = 2048 if depth < 6 else 4096  # tokens a step
+    rate = (RATES_AT_8 if depth == 8 else RATES).get(form, 1.0)
+    trial = {"depth": depth, "window_pattern": "L", "rate": rate, "seed": seed, "tokens": tokens, "batch": batch}
+    trial = {**trial, "dtype": "bfloat16", "head_dim": HEAD_DIM, **FORMS[form]}
+    computed, steps, flags = computed_of(trial), tokens // batch, shlex.split(config.flags)
+    if not steps:
+        raise UserError(f"--tokens {tokens}: a step with {depth} layers has {batch} tokens")
+    words = ["--compile", "on" if depth >= COMPILED_FROM else "off", "--eval-tokens", EVAL_TOKENS, "--sample-every", -1]
+    words += ["--eval-every", steps // 4 if tokens >= EVALUATE_ALONG_FROM else -1]
+    words += ["--save-every", max(1, SAVE_EVERY // batch), "--keep", 1, "--log-every", max(1, steps // CURVE_POINTS)]
+    for name, value in computed.items():
+        flag = f"--{name.replace('_', '-')}"
+        words += ([flag] if value else []) if isinstance(value, bool) else [flag, value]
+    data = same_rows(manifest)
+    shape = {name: value for name, value in computed.items() if name in LEFT_OUT and name != "aspect_ratio"}
+    model = ModelFlags(**shape).shape(depth, manifest["sequence_len"], manifest["vocab_size"])
+    said = {name: value for name, value in computed.items() if value != LEFT_OUT.get(name)}
+    said |= {"eval_tokens": EVAL_TOKENS, "data": data, **({"flags": flags} if flags else {})}
+    cell = ["--forms", form, "--depths", depth, "--tokens", tokens, "--seeds", seed]
+    return Training(
+        form=form,
+        label=f"{form}, {depth} layers, {tokens:,} tokens, seed {seed}",
+        key=key_of(said),
+        kind="study",
+        trial=trial,
+        data=data,
+        module="nanochat_gka.train",
+        source=str(config.data),
+        words=[*map(str, words), *flags],
+        steps=steps,
+        cost=tokens * flops_per_token(meta_model(model)),
+        command=command_of(["--data", config.data, *cell], config.flags),
+        finish_keys=("val_bpb", "train_bpb", "tokens_per_second", "sigma"),
+        metrics=text_metrics,
+        flags=flags,
+    )
+
+
+def computed_of(trial: dict[str, Any]) -> dict[str, Any]:
+    """The trainer's settings that decide what is computed, by flag."""
+    factors = {name: trial["rate"] for name in RATED}
+    if trial.get("channel_bandwidths"):
+        factors["channel_lr"] = trial["rate"] * trial["channel_rate"]
+    if trial.get("head_gates"):
+        factors["gate_lr"] = trial["rate"] * trial["gate_rate"]
+    defaults = OptimConfig()
+    shape = {name: value for name, value in trial.items() if name in LEFT_OUT}
+    length = {"num_iterations": trial["tokens"] // trial["batch"], "total_batch_size": trial["batch"]}
+    rates = {name: round(getattr(defaults, name) * BATCH_FACTOR * factor, 9) for name, factor in factors.items()}
+    return {**shape, "aspect_ratio": 64, **length, "seed": trial["seed"], "dtype": trial["dtype"], **rates}
+
+
+def text_metrics(record: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """With the curve, [tokens, running mean of the training loss in nats], and the evaluations, [tokens, train BPB,
+    validation BPB].
+    """
+    log, batch = folder / "log.jsonl", record["config"]["total_batch_size"]
+    losses = read_events(log, "train", "smooth_loss", "tokens_per_second")
+    curve = [[one["step"] * batch, round(one["smooth_loss"], 5)] for one in losses]
+    names = ("tokens", "train_bpb", "val_bpb")
+    return {
+        **record["metrics"],
+        "curve": curve,
+        "evaluations": [[one[name] for name in names] for one in read_events(log, "eval", *names)],
+    }
+
+
+# Images
+
+
+def image_trainings(config: TrainConfig) -> tuple[str, list[Training]]:
+    """The name of the results file, and the trainings on CIFAR-10 that the flags ask for. Raises UserError."""
+    check_names("--forms", config.forms, IMAGE_FORMS)
+    folder, data = image_copies(config.images, config.runs / "images")
+    seeds = config.seeds or IMAGE_SEEDS
+    forms = config.forms or IMAGE_FORMS
+    return "vision_cifar10", [image_training(config, folder, data, form, seed) for seed in seeds for form in forms]
+
+
+def image_training(config: TrainConfig, folder: Path, data: dict[str, Any], form: str, seed: int) -> Training:
+    """One cell of images. folder, data: as `image_copies` returns them."""
+    attention, keywords, epochs = IMAGE_FORMS[form]
+    model = ["--model", model_name("tiny", "gka"), "--attention", attention, "--model-kwargs", *IMAGE_MODEL, *keywords]
+    length = ["--epochs", epochs, "--batch-size", IMAGE_BATCH, "--seed", seed, "--lr", LR]
+    words, flags = [str(word) for word in (*model, *length, *RECIPE)], shlex.split(config.flags)
+    options = dict(word.split("=") for word in keywords)
+    trial = {"attention": attention, "spatial_offsets": options.get("spatial_offsets", ""), "rate": 1.0, "seed": seed}
+    trial |= {"norm_weight": "norm_weight" not in options, "channel_bandwidths": "channel_bandwidths" in options}
+    trial |= {"tuning": False, "epochs": 0 if epochs == EPOCHS else epochs}
+    return Training(
+        form=form,
+        label=f"{form}, CIFAR-10, seed {seed}",
+        key=key_of({"flags": words, "data": data, **({"further flags": flags} if flags else {})}),
+        kind="study-vision",
+        trial=trial,
+        data=data,
+        module="deit_gka.train",
+        source=str(folder),
+        words=[*words, *map(str, REPORTS), *flags],
+        steps=epochs * (data["train images"] // IMAGE_BATCH),
+        cost=epochs * data["train images"],
+        command=command_of(["--images", config.images, "--forms", form, "--seeds", seed], config.flags),
+        finish_keys=("top1", "ema_top1", "images_per_second", "sigma"),
+        metrics=image_metrics,
+        flags=flags,
+        # In bfloat16 on a CPU softmax and VLT train twice as fast when they build their weights.
+        environment={"TIMM_FUSED_ATTN": "0"} if attention in ("softmax", "vlt") else {},
+    )
+
+
+def image_metrics(record: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """With the curve: the training loss of every epoch, mean of the logged updates."""
+    losses: dict[int, list[float]] = {}
+    for one in read_events(folder / "log.jsonl", "train", "epoch", "loss"):
+        losses.setdefault(math.ceil(one["epoch"]), []).append(one["loss"])
+    judged = {one["epoch"]: one["ema_top1"] for one in read_events(folder / "log.jsonl", "eval", "ema_top1")}
+    curve = [
+        {"epoch": epoch, "loss": statistics.mean(losses[epoch]), "ema_top1": judged.get(epoch)}
+        for epoch in sorted(losses)
+    ]
+    return {**record["metrics"], "curve": curve}
+
+
+def image_copies(data: str, base: Path) -> tuple[Path, dict[str, Any]]:
+    """A folder below `base` with the images as PNG files, written once, and what identifies the images.
+
+    The trainer's order of images is that of file names, so that equal images give equal trainings however they are
+    stored. Raises UserError for images that cannot be read or whose splits differ in their classes.
+    """
+    sources = {split: open_source(data, split) for split in ("train", "val")}
+    if not all(isinstance(source, Source) for source in sources.values()):
+        raise UserError(f"--images {data} is a stream; give a folder")
+    name = Path(data.partition(":")[2] or data).resolve().name
+    if name != "cifar10":
+        raise UserError(f"--images {data}: the recipe is for CIFAR-10, in a folder named cifar10")
+    check_classes(sources["train"], sources["val"])
+    identity = {"images": name, **{f"{split} images": len(source) for split, source in sources.items()}}
+    digest = fingerprint(sources)
+    identity |= {"held out": math.ceil(HELD_OUT * identity["train images"]), "sha256": digest}
+    folder = base / f"{name}-{digest[:8]}"
+    manifest = folder / "manifest.json"
+    if not manifest.exists() or read_json(manifest, "manifest of copied images") != identity:
+        console.print(f"making copies in {folder}", highlight=False)
+        shutil.rmtree(folder, ignore_errors=True)
+        for split, source in sources.items():
+            for index in range(len(source)):
+                stored, label, _ = source.read(index)
+                path = folder / "compared" / split / str(source.classes[label]) / f"{index:06d}.png"
+                path.parent.mkdir(parents=True, exist_ok=True)
+                decode(stored).save(path)
+        write_json(manifest, identity)
+    return folder / "compared", identity
+
+
+def fingerprint(sources: dict[str, Source]) -> str:
+    """A hash of all images as they are stored, their classes and their order."""
+    digest = hashlib.sha256()
+    for split, source in sources.items():
+        digest.update(repr((split, source.classes)).encode())
+        for index in range(len(source)):
+            stored, label, _ = source.read(index)
+            content = stored if isinstance(stored, bytes) else stored.tobytes()
+            digest.update(f"{label} {len(content)} ".encode() + content)
+    return digest.hexdigest()
+
+
+# Both
+
+
+def check_names(flag: str, names: Iterable[str], known: Iterable[str]) -> None:
+    """Raises UserError for a name that is not known."""
+    for name in names:
+        if name not in known:
+            raise UserError(f"{flag} {name}: choose among {', '.join(known)}")
+
+
+def command_of(words: Iterable[Any], flags: str) -> str:
+    """What trains one cell again."""
+    further = [f"--flags={flags}"] if flags else []
+    return shlex.join(["python", "-m", "runs.study.train", *map(str, words), *further])
+
+
+def rows_of(results: Path, kind: str) -> dict[str, dict[str, Any]]:
+    """The rows of a kind by key; the last one of a key counts."""
+    return {row["key"]: row for row in read_lines(results) if row.get("kind") == kind and "key" in row}
+
+
+class Runner:
+    """Trains what is left, `at_once` trainings side by side. Every outcome becomes a row of `results`."""
+
+    def __init__(self, config: TrainConfig, name: str, trainings: list[Training]):
+        self.config, self.trainings = config, trainings
+        self.results, self.runs = config.results / f"{name}.jsonl", config.runs / name
+        self.threads = config.threads or max(1, cores() // config.at_once)
+        self.running: dict[str, tuple[Training, subprocess.Popen]] = {}
+        self.starts: dict[str, int] = {}
+        self.failed: set[str] = set()  # here; not tried again
+        self.stopping = False
+
+    def left(self) -> list[Training]:
+        """What is neither finished nor failed."""
+        kind = self.trainings[0].kind if self.trainings else ""
+        over = rows_of(self.results, kind).keys() | self.failed
+        if not self.config.retry_failed:
+            over |= rows_of(self.results, f"{kind}-failed").keys()
+        return [training for training in self.trainings if training.key not in over]
+
+    def seconds(self) -> Callable[[Training], float] | None:
+        """Of a training, by the median speed of the finished ones; None before one is finished."""
+        speeds = []
+        for row in rows_of(self.results, self.trainings[0].kind).values() if self.trainings else ():
+            metrics = row["metrics"]
+            if speed := metrics.get("images_per_second"):
+                speeds.append(speed)
+            elif speed := metrics.get("tokens_per_second"):
+                speeds.append(speed * metrics["flops_per_token"])
+        return (lambda training: training.cost / statistics.median(speeds)) if speeds else None
+
+    def show(self) -> None:
+        """Print every cell that is left, with its time."""
+        left, seconds = self.left(), self.seconds()
+        for training in left:
+            time_of_it = clock_text(seconds(training)) if seconds else "?"
+            console.print(f"{training.key}  {time_of_it}  {training.label}", highlight=False, markup=False)
+        total = f", {clock_text(sum(map(seconds, left)))} of one training at a time" if seconds else ""
+        console.print(f"{len(left)} of {len(self.trainings)} left{total}.", highlight=False)
+
+    def run(self) -> bool:
+        """Train what is left. Returns False if a signal ended it; trainings have saved then."""
+        numbers = (*signals.ending(), signal.SIGINT)
+        before = {number: signal.signal(number, self._stop) for number in numbers}
+        try:
+            with progress_bar() as bar:
+                tasks: dict[str, Any] = {}
+                while self._look():
+                    for key in tasks.keys() - self.running.keys():
+                        bar.remove_task(tasks.pop(key))
+                    for key, (training, _) in self.running.items():
+                        if key not in tasks:
+                            tasks[key] = bar.add_task(training.label, total=training.steps, status="")
+                        records = read_events(self.runs / key / "log.jsonl")
+                        losses = [one["loss"] for one in records if isinstance(one.get("loss"), float)]
+                        status = f"loss {losses[-1]:.3f}" if losses else ""
+                        step = max((one["step"] for one in records), default=0)
+                        bar.update(tasks[key], completed=step, status=status)
+                    time.sleep(LOOK_EVERY)
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+        return not self.stopping
+
+    def _look(self) -> bool:
+        """Record what has ended and start what is next. Returns whether anything is left or running."""
+        for key, (training, process) in list(self.running.items()):
+            if process.poll() is not None:
+                del self.running[key]
+                self._ended(training, process.returncode)
+        if self.stopping:
+            return bool(self.running)
+        left = self.left()
+        for training in left:
+            if len(self.running) >= self.config.at_once:
+                break
+            if training.key not in self.running and not self._is_busy(training) and not self._collect(training):
+                self._start(training)
+        return bool(left)
+
+    def _start(self, training: Training) -> None:
+        folder = self.runs / training.key
+        folder.mkdir(parents=True, exist_ok=True)
+        places = ["--data", training.source, "--out", self.runs, "--model-tag", training.key]
+        places += ["--results", folder / RECORD, "--device-type", self.config.device_type]
+        words = [sys.executable, "-m", training.module, *map(str, places), *training.words]
+        console.print(f"\n{training.label}", highlight=False, markup=False)
+        console.print(f"$ {shlex.join([as_typed(words[0]), *words[1:]])}", highlight=False, markup=False)
+        environment = {**os.environ, **training.environment, "OMP_NUM_THREADS": str(self.threads)}
+        with open(folder / "output.txt", "a") as output:
+            process = subprocess.Popen(words, stdout=output, stderr=subprocess.STDOUT, env=environment)
+        self.running[training.key] = training, process
+        self.starts[training.key] = self.starts.get(training.key, 0) + 1
+
+    def _ended(self, training: Training, code: int) -> None:
+        """Record a training that has ended, unless a signal ended it or another process has its folder."""
+        by_signal = code <= 0  # a trainer that is asked to stop saves and exits with 0
+        if self._collect(training) or self.stopping or (by_signal and self.starts[training.key] < MOST_STARTS):
+            return
+        if self._is_busy(training):
+            return
+        lines = (self.runs / training.key / "output.txt").read_text(errors="replace").strip().splitlines()
+        reason = lines[-1] if lines else "nothing was printed"
+        outcome = {"date": date_of(), "commit": git_commit(), "exit_code": code}
+        about = {"key": training.key, "command": training.command, "trial": training.trial, "form": training.form}
+        row = {**about, **outcome, "reason": reason.removeprefix("error: "), "kind": f"{training.kind}-failed"}
+        append_line(self.results, row)
+        self.failed.add(training.key)
+        console.print(f"{training.label}: exit code {code}: {reason}", highlight=False, markup=False)
+
+    def _collect(self, training: Training) -> bool:
+        """Append the row of a training that is finished. Returns False if it is not."""
+        folder = self.runs / training.key
+        records = read_results(folder / RECORD, *training.finish_keys)
+        if not records:
+            return False
+        about = {"key": training.key, "command": training.command, "trial": training.trial, "data": training.data}
+        about |= {"form": training.form, "chosen": not training.flags, "flags": training.flags}
+        row = {**records[-1], **about, "metrics": training.metrics(records[-1], folder), "kind": training.kind}
+        append_line(self.results, row)
+        console.print(f"{training.label}: recorded in {self.results}", highlight=False, markup=False)
+        return True
+
+    def _is_busy(self, training: Training) -> bool:
+        """Whether another process trains it: of another runner, or of one that was killed."""
+        try:
+            with locked(self.runs / training.key, "training in"):
+                return False
+        except UserError:
+            return True
+
+    def _stop(self, number: int, frame: Any) -> None:
+        """Let the trainings save. The second Ctrl-C interrupts."""
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        self.stopping = True
+        for _, process in self.running.values():
+            with contextlib.suppress(ProcessLookupError):
+                process.terminate()
+
+
+def main(config: TrainConfig) -> None:
+    name, trainings = image_trainings(config) if config.images else text_trainings(config)
+    runner = Runner(config, name, trainings)
+    if config.list:
+        runner.show()
+        return
+    os.nice(config.nice)
+    if not runner.run():
+        console.print("stopped; every training has saved. The same command continues.", highlight=False)
+        sys.exit(130)
+    left = len(runner.left())
+    console.print(f"{len(trainings) - left} of {len(trainings)} cells are recorded.", highlight=False)
+
+
+if __name__ == "__main__":
+    run(main, TrainConfig)
