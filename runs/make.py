@@ -71,7 +71,7 @@ COMMANDS = {
     "tables": ["{py} runs.comparison.tables --base {BASE} {ARGS}"],
     "claims": ["{py} runs.comparison.claims {ARGS}"],
     "report": ["{py} runs.report --base {BASE} --run {RUN} {shown} {ARGS}"],
-    "study": ["{py} runs.study --data {packed} --runs {BASE}/study {ARGS}"],
+    "study": ["{py} runs.study.train --data {packed} --runs {BASE}/study {ARGS}"],
     "site": [f"sh -c '{SITE_SOURCE}'", "{py} mkdocs build --strict {ARGS}"],
     "vendor": ["{system} patches/apply.py vendor"],
     "diff": ["{system} patches/apply.py apply", "{system} patches/apply.py diff"],

@@ -16,9 +16,7 @@ from typing import Literal
 from nanochat_gka.core_metric.bundle import Task, read_tasks
 from nanochat_gka.core_metric.questions import question, shuffled
 from nanochat_gka.core_metric.scoring import answer, batches, judge
-from nanochat_gka.model import forms
 from nanochat_gka.model.checkpoints import Loaded, load
-from nanochat_gka.model.config import STUDY
 from runs.bench.core_naive import naive_task
 from runs.bench.results import result_file
 from runs.frames import RESULTS
@@ -98,7 +96,6 @@ def compare(loaded: Loaded, task: Task, config: CoreBenchConfig, synchronize: Ca
 
 
 def main(config: CoreBenchConfig) -> None:
-    forms.use(STUDY)  # so that models of the study load too
     runtime = setup(config.device_type)
     path = result_file(config.results, "core", describe_hardware(runtime.device))
     tasks = read_tasks(config.bundle, config.tasks)

@@ -43,9 +43,9 @@ def _say(what: str) -> None:
 
 
 def summary(runs: list[TrainedRun], verdicts: ledger.Ledger, heads: list[Picture]) -> Section:
-    """What was run, the verdicts, and three pictures: quality against cost, speed over machines, what heads read."""
+    """What was run, the verdicts, and two pictures: speed over machines, what heads read."""
     content = {"runs": [curves.reached(run) for run in runs], "counts": verdicts.counts}
-    pictures = [*headlines.quality(), *headlines.speed(), *heads]
+    pictures = [*headlines.speed(), *heads]
     missing = "" if runs else NOT_TRAINED
     return Section("summary", "In short", "", missing, "summary.html", content, pictures=pictures, short="Summary")
 

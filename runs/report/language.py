@@ -12,7 +12,6 @@ from runs.report.attention import embedded
 from runs.report.blocks import Picture
 from runs.report.live import LiveView, text_view
 from runs.report.trained import TrainedRun, first_that_works
-from runs.study import forms  # noqa: F401 (models of the study load too)
 from trainkit_gka.cli import UserError
 
 NUM_MODELS = 4

@@ -207,7 +207,7 @@ class Training:
     cost: float
     command: str
     finish_keys: tuple[str, ...]
-    metrics: Callable[[dict[str, Any], Path], dict[str, Any]]  # of a row, from the trainer's record and the run's folder
+    metrics: Callable[[dict[str, Any], Path], dict[str, Any]]  # of its row, from the trainer's record and the folder
     flags: list[str] = field(default_factory=list)
     environment: dict[str, str] = field(default_factory=dict)
 
@@ -288,7 +288,7 @@ def text_training(
 
 def computed_of(trial: dict[str, Any]) -> dict[str, Any]:
     """The trainer's settings that decide what is computed, by flag."""
-    factors = {name: trial["rate"] for name in RATED}
+    factors = dict.fromkeys(RATED, trial["rate"])
     if trial.get("channel_bandwidths"):
         factors["channel_lr"] = trial["rate"] * trial["channel_rate"]
     if trial.get("head_gates"):

@@ -3,12 +3,10 @@
     python -m runs.tables            rewrites the pages
     python -m runs.tables --check    exits with 1 if a page does not say what the result files say
 
-A table stands between `<!-- table:NAME -->` and `<!-- /table -->`, in any of PAGES; NAME is a key of TABLES. A sentence
-stands between `<!-- text:NAME -->` and `<!-- /text -->`; NAME is a key of SENTENCES.
+A table stands between `<!-- table:NAME -->` and `<!-- /table -->`, in any of PAGES; NAME is a key of TABLES.
 """
 
 import re
-import textwrap
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -21,35 +19,20 @@ from runs.tables import (
     demo,
     errors,
     examples,
-    log,
     machine,
     models,
     serves,
     speed,
-    study,
-    study_equal,
-    study_heads,
-    study_next,
-    study_settings,
-    study_speed,
-    study_vision,
 )
-from runs.tables.sentences import SENTENCES
 from trainkit_gka.cli import UserError, run
 
 PAGES = (
-    "README.md",
     "gka/README.md",
     "docs/accuracy.md",
     "gka/impl/triton/README.md",
-    "nanochat_gka/README.md",
     "deit_gka/README.md",
     "runs/README.md",
     "runs/results/TABLES.md",
-    "runs/log/README.md",
-    "runs/study/README.md",
-    "runs/study/METHOD.md",
-    "runs/study/TABLES.md",
 )
 TABLES: dict[str, Callable[[], list[Table]]] = {
     "demo": demo.language,
@@ -68,18 +51,8 @@ TABLES: dict[str, Callable[[], list[Table]]] = {
     "cpu-errors": errors.cpu_errors,
     "core": core.core,
     "text-classifier": examples.text_classifier,
-    "log-research": log.research,
-    "log-engineering": log.engineering,
-    **study.TABLES,
-    **study_equal.TABLES,
-    **study_heads.TABLES,
-    **study_settings.TABLES,
-    **study_speed.TABLES,
-    **study_vision.TABLES,
-    **study_next.TABLES,
 }
-BLOCK = re.compile(r"<!-- (table|text):(\S+) -->\n(?:.*?\n)??<!-- /\1 -->", re.DOTALL)
-WIDTH = 120  # letters of a line of prose
+BLOCK = re.compile(r"<!-- table:(\S+) -->\n(?:.*?\n)??<!-- /table -->", re.DOTALL)
 
 
 @dataclass
@@ -90,14 +63,10 @@ class TablesConfig:
     """Write nothing; exit with 1 if a page is out of date."""
 
 
-def block(kind: str, name: str, page: str) -> str:
-    """The text of the tables, or of the sentences, of one name. Raises UserError if there are none of that name."""
-    known = TABLES if kind == "table" else SENTENCES
-    if name not in known:
-        raise UserError(f"{page} has a block {kind}:{name}; known are {', '.join(known)}")
-    if kind == "text":
-        paragraphs = SENTENCES[name]().split("\n\n")
-        return "\n\n".join(textwrap.fill(p, WIDTH, break_long_words=False, break_on_hyphens=False) for p in paragraphs)
+def block(name: str, page: str) -> str:
+    """The text of the tables of one name. Raises UserError if there are none of that name."""
+    if name not in TABLES:
+        raise UserError(f"{page} has a block table:{name}; known are {', '.join(TABLES)}")
     return "\n\n".join(table.markdown() for table in TABLES[name]()) or NOT_RUN
 
 
@@ -105,8 +74,7 @@ def render(page: str, text: str) -> str:
     """The page's text with every block filled."""
 
     def filled(match: re.Match[str]) -> str:
-        kind, name = match.groups()
-        return f"<!-- {kind}:{name} -->\n{block(kind, name, page)}\n<!-- /{kind} -->"
+        return f"<!-- table:{match[1]} -->\n{block(match[1], page)}\n<!-- /table -->"
 
     return BLOCK.sub(filled, text)
 

@@ -5,18 +5,10 @@ import pytest
 from deit_gka.figures.sheet import HYBRID
 from gka.kinds import KINDS
 from runs import figures, mathematics
-from runs.study.grid import CONTENDERS, CONTROL, SCALED, longer_families
-from runs.study.pictures import OVER_CONTROL
-from runs.study.vision.families import BARE_NORM, DEEPER, FAMILIES, TUNED_APART, TUNED_APART_LATER
-
-TEXT = {CONTROL, *OVER_CONTROL, *SCALED, *longer_families(), *CONTENDERS, "VLT"}
-IMAGES = FAMILIES | DEEPER | BARE_NORM | TUNED_APART | TUNED_APART_LATER
 
 
-def test_forms_have_looks_of_their_own_in_the_palette():
-    for forms in (TEXT, IMAGES):
-        looks = [figures.look(form) for form in forms]
-        assert len(set(looks)) == len(looks) and {look.colour for look in looks} <= set(figures.PALETTE)
+def test_forms_have_looks_of_the_palette():
+    assert {look.colour for look in figures.LOOKS.values()} <= set(figures.PALETTE)
 
 
 def test_pictures_of_models_have_the_forms_colours():

@@ -59,7 +59,7 @@ def test_pretraining_has_the_recipe_of_its_experiment(commands, target, experime
 
 def test_the_study_packs_short_rows_of_the_builtin_text_unless_told_otherwise(make):
     lines = make("-n", "study", "ARGS=--list").stdout.splitlines()
-    assert lines[-1].endswith("-m runs.study --data out/packed/builtin-4096-512-whole --runs out/study --list")
+    assert lines[-1].endswith("-m runs.study.train --data out/packed/builtin-4096-512-whole --runs out/study --list")
     assert "nanochat_gka.pack" in lines[-2] and "--list" not in lines[-2]
     assert "--sequence-len 512 --split-documents no" in lines[-2]  # its results' rows
     last = make("-n", "study", "CORPUS=fineweb", "SHARDS=8", "BASE=b").stdout.splitlines()[-1]

@@ -2,7 +2,7 @@
 
 import json
 import re
-from dataclasses import asdict, replace
+from dataclasses import replace
 
 import pytest
 
@@ -14,9 +14,6 @@ from runs import frames
 from runs.comparison import claims, core_scores, measured
 from runs.comparison.evidence import FAILS, HOLDS, NOT_SEEN, UNTESTED, accuracy, language, runtime
 from runs.paper import published
-from runs.study.vision.images import CIFAR10
-from runs.study.vision.trials import KIND as VISION_KIND
-from runs.study.vision.trials import VisionTrial
 from sources import ROOT, modules
 from trainkit_gka.cli import UserError
 from trainkit_gka.progress import read_lines
@@ -140,26 +137,3 @@ def test_a_finished_pair_at_depth_20_decides_bits_per_byte_and_the_gap(monkeypat
         monkeypatch.setattr(language, "_finished", lambda gka=gka: {"nanochat_base": run(0.79, 0.01), "GKA": gka})
         findings = language.higher_bpb(), language.gap_is_much_smaller()
         assert {(finding.verdict, finding.scale) for finding in findings} == {(expected, "depth 20")}
-
-
-@pytest.mark.parametrize("vlt, verdict", [(3.0, HOLDS), (-3.0, NOT_SEEN)])
-def test_three_seeds_on_cifar10_decide_what_small_models_can_show(vlt, verdict, tmp_path, monkeypatch):
-    def run(kind, seed):
-        top1 = 60.0 + seed + 0.1 * seed**2 * (kind != "softmax") + (vlt if kind == "vlt" else -2.0 * (kind == "gka"))
-        sigma = {"blocks.0.attn": [1.0, 1.5]} if kind == "gka" else {}
-        trial, data = VisionTrial(kind, seed=seed), {"images": "cifar10"}
-        metrics = {"ema_top1": top1, "ema_loss": 1.0, "images_per_second": 1.0, "sigma": sigma}
-        row = {"trial": asdict(trial), "data": data, "key": trial.key(data, CIFAR10), "metrics": metrics}
-        return row | dict(kind=VISION_KIND, date="2026-11-26", commit="abc", hardware="a CPU", torch="2.14")
-
-    monkeypatch.setattr(accuracy, "ROWS", tmp_path)
-    assert accuracy.vlt_beats_softmax().verdict == UNTESTED
-    lines = [run(kind, seed) for kind in ("softmax", "gka", "vlt") for seed in range(3)]
-    write_lines(tmp_path / "vision_cifar10.jsonl", *lines)
-    found = accuracy.vlt_beats_softmax()
-    assert found.verdict == verdict and f"VLT is {vlt + 0.5 / 3:+.1f} [" in found.measured
-    assert accuracy.tiny_and_small().verdict == UNTESTED
-    assert "On CIFAR-10 GKA is -1.8 [" in accuracy.tiny_and_small().measured
-    assert accuracy.heads_specialise().verdict == HOLDS
-    write_lines(tmp_path / "vision_cifar10.jsonl", *lines[:-1])
-    assert accuracy.vlt_beats_softmax().verdict == UNTESTED

@@ -8,7 +8,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("gka", "trainkit_gka", "nanochat_gka", "deit_gka", "runs")
 ENTRY_POINT = '\nif __name__ == "__main__":\n'
-GENERATED = re.compile(r"<!-- (table|text):.*?<!-- /\1 -->", re.DOTALL)
+GENERATED = re.compile(r"<!-- (table|study|printed):.*?<!-- /\1 -->", re.DOTALL)
 FENCE = re.compile(r"^```.*?^```[^\S\n]*$", re.MULTILINE | re.DOTALL)
 
 

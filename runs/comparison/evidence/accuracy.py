@@ -4,17 +4,17 @@ models can show and is quoted for the rest; until it has its seeds, the demo's d
 
 import statistics
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+
+from scipy import stats
 
 from gka.kinds import KINDS
+from runs import frames
 from runs.comparison import measured
 from runs.comparison.evidence import DEMO_VISION, FAILS, HOLDS, UNTESTED, Finding, seen
 from runs.paper import published
-from runs.study.statistics import Interval
-from runs.study.vision.scores import VisionResult, results_of, rows_of
 from runs.tables.demo import vision_records
-from runs.tables.sentences import FEWEST_SEEDS
-from runs.tables.study import ROWS
+from trainkit_gka.progress import read_lines
 
 CIFAR10 = "the study's small vision models, CIFAR-10, 8 epochs"
 DIGITS = "(two seeds; such differences are noise there)"
@@ -30,17 +30,33 @@ def _digits(kind: str) -> float:
     return statistics.fmean(run["ema_top1"] for run in _demo(kind))
 
 
-def _on_cifar10() -> dict[str, VisionResult]:
-    """The study's results by form, those with seeds enough."""
-    rows = rows_of(ROWS).get("cifar10", [])
-    found = results_of(rows) if rows else {}
-    return {name: one for name, one in found.items() if one and len(one.runs) >= FEWEST_SEEDS}
+class Gap(NamedTuple):
+    """A difference with its 95 % t-interval."""
+
+    value: float
+    low: float
+    high: float
 
 
-def _gap(kind: str) -> Interval | None:
-    """Points of top-1 between a kind and softmax on CIFAR-10."""
-    found, label = _on_cifar10(), KINDS[kind].label
-    return found[label].over(found["softmax"]) if {label, "softmax"} <= found.keys() else None
+def _on_cifar10() -> dict[str, dict[int, dict[str, Any]]]:
+    """Metrics by form and seed, of the rate that the study chose."""
+    study, found = frames.RESULTS / "study", {}
+    forms = {line["key"]: line["form"] for line in read_lines(study / "chosen.jsonl")}
+    for row in frames.records(study / "vision_cifar10.jsonl", "ema_top1"):
+        if form := forms.get(row["key"]):
+            found.setdefault(form, {})[row["trial"]["seed"]] = row["metrics"]
+    return found
+
+
+def _gap(kind: str) -> Gap | None:
+    """Points of top-1 between a kind and softmax on CIFAR-10, paired over seeds."""
+    found = _on_cifar10()
+    ours, softmax = (found.get(name, {}) for name in (KINDS[kind].label, "softmax"))
+    differences = [ours[seed]["ema_top1"] - softmax[seed]["ema_top1"] for seed in ours.keys() & softmax.keys()]
+    if len(differences) < 3:
+        return None
+    half = stats.t.ppf(0.975, len(differences) - 1) * stats.sem(differences)
+    return Gap(middle := statistics.fmean(differences), middle - half, middle + half)
 
 
 def _said(kind: str) -> str:
@@ -88,7 +104,7 @@ def trains_stably() -> Finding:
 def heads_specialise() -> Finding:
     """Largest over smallest sigma of a layer's heads, which start equal."""
     on_cifar10 = _on_cifar10().get(KINDS["gka"].label)
-    runs, scale = (on_cifar10.runs.values(), CIFAR10) if on_cifar10 else (_demo("gka"), DEMO_VISION)
+    runs, scale = (on_cifar10.values(), CIFAR10) if on_cifar10 else (_demo("gka"), DEMO_VISION)
     spreads = sorted(max(heads) / min(heads) for run in runs for heads in run["sigma"].values())
     text = f"Largest σ over smallest in a layer: {spreads[0]:.2f} to {spreads[-1]:.2f}; they start equal."
     return seen(min(spreads) > 1.25, scale, f"{text} A short training; ImageNet is untested.")
