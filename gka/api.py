@@ -130,8 +130,7 @@ def dot_product_attention(
     """softmax(scale * q.k) v with the same layout and masks: the baseline every comparison uses.
 
     q: (B, Tq, H, D); k, v: (B, Tk, H, D), one device and, unless autocast is on, one dtype. Returns (B, Tq, H, D).
-    scale: None means 1 / sqrt(D). impl: "sdpa", "flex", or "products", which keep the scores, rounded: faster in
-    bfloat16 on CPUs that multiply it, and less exact. Raises as `gaussian_attention`.
+    scale: None means 1 / sqrt(D). impl: "auto", "sdpa" or "flex". Raises as `gaussian_attention`.
     """
     request = softmax_request(q, k, v, causal, window, scale)
     return BASELINES[choose_baseline(request, impl)].dot_product(request)

@@ -6,7 +6,7 @@ from typing import Any, Protocol
 import torch
 
 from gka.hiding import can_pack
-from gka.impl import cpu, flex, products, reference, sdpa, triton
+from gka.impl import cpu, flex, reference, sdpa, triton
 from gka.request import TURNED_OFF, GaussianRequest, Request, Serves, SoftmaxRequest
 
 LOG = logging.getLogger("gka")
@@ -42,7 +42,7 @@ IMPLEMENTATIONS: dict[str, Implementation] = {
     "flex": flex,
     "sdpa": sdpa,
 }
-BASELINES: dict[str, Baseline] = {"flex": flex, "sdpa": sdpa, "products": products}
+BASELINES: dict[str, Baseline] = {"flex": flex, "sdpa": sdpa}
 
 _said: set[str] = set()
 
@@ -59,15 +59,10 @@ def choose(request: GaussianRequest, impl: str) -> str:
 
 
 def choose_baseline(request: SoftmaxRequest, impl: str) -> str:
-    """As `choose`, for the softmax baseline.
-
-    "auto" is FlexAttention for windows on CUDA, else SDPA, inside `products.where_fast` products.
-    """
+    """As `choose`, for the softmax baseline; "auto" is FlexAttention for windows on CUDA, else SDPA."""
     if impl not in ("auto", *BASELINES):
         raise ValueError(f"dot_product_attention's impl must be one of auto, {', '.join(BASELINES)}, got {impl!r}")
-    preferred: tuple[str, ...] = ("products", "sdpa") if products.are_taken(request.x) else ("sdpa",)
-    if request.x.is_cuda and request.mask.window is not None:
-        preferred = ("flex", "sdpa")
+    preferred = ("flex", "sdpa") if request.x.is_cuda and request.mask.window is not None else ("sdpa",)
     name, refused = _first(request, preferred if impl == "auto" else (impl,))
     if name is None:
         raise _unavailable(impl, refused)

@@ -67,7 +67,7 @@ COMMANDS = {
     "eval-deit": [
         "{launch} deit_gka.evaluate --run {vision_run} --data {DATA} --results {BASE}/results.jsonl {ARGS}",
     ],
-    "bench": [f"{{py}} runs.bench.{name} {{ARGS}}" for name in ("attention", "deit", "gpt", "onnx", "report")],
+    "bench": [f"{{py}} runs.bench.{name} {{ARGS}}" for name in ("attention", "deit", "gpt", "report")],
     "tables": ["{py} runs.comparison.tables --base {BASE} {ARGS}"],
     "claims": ["{py} runs.comparison.claims {ARGS}"],
     "report": ["{py} runs.report --base {BASE} --run {RUN} {shown} {ARGS}"],

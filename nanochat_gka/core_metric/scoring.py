@@ -1,7 +1,7 @@
 """Many questions at once.
 
 Questions are sorted by length, what their prompts have in common is computed once, and logits only where something is
-judged. The answers are those of one example at a time (runs/bench/core_naive.py), up to rounding.
+judged. The answers are those of one example at a time, up to rounding.
 """
 
 import math

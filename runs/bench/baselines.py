@@ -7,7 +7,7 @@ import contextlib
 import functools
 import math
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 import torch.nn.functional as F
@@ -15,9 +15,12 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from gka import dot_product_attention
 from gka.masking import Mask
+from nanochat_gka.model import attention
 
 Softmax = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-BLOCKS = (64, 128, 256)  # queries that share a call; the fastest counts
+BLOCKS = (64, 128, 256)  # queries that share a call of SDPA; the fastest counts
+PRODUCTS_BLOCK = 256  # queries that share two products
+MOST_SCORES = 2**26  # that a model's layer may keep: 128 MiB in bfloat16
 
 
 def definition(q, k, v, mask: Mask):
@@ -87,8 +90,69 @@ class Masks:
 
 
 def products(mask: Mask) -> Softmax:
-    """Two matrix products around a softmax, by blocks of queries where the mask hides keys."""
-    return functools.partial(dot_product_attention, causal=mask.causal, window=mask.window, impl="products")
+    """Two matrix products around a softmax, by blocks of queries where the mask hides keys.
+
+    On CPUs that multiply bfloat16 the backward pass of torch's fused kernel takes several times as long as these
+    products in bfloat16, and the forward pass is slower too. Scores and weights are rounded to the dtype of q, so sharp
+    attention is up to ten times less exact than by the fused kernel.
+    """
+
+    def attend(q, k, v):
+        num_queries, num_keys = q.shape[1], k.shape[1]
+        first_key = mask.first_visible_key(num_queries, num_keys)
+        num_keys -= first_key
+        visible = mask.simplify(num_queries, num_keys)
+        before, after = visible.reach
+        q, k, v = (t.transpose(1, 2) for t in (q * q.shape[-1] ** -0.5, k[:, first_key:], v[:, first_key:]))
+        block = num_queries if visible == Mask() else PRODUCTS_BLOCK
+        mixed = []
+        for row in range(0, num_queries, block):
+            positions = torch.arange(row, min(row + block, num_queries), device=q.device) + (num_keys - num_queries)
+            first = row + num_keys - num_queries
+            last = first + positions.shape[0] - 1
+            begin = 0 if before is None else max(0, first - before)
+            end = num_keys if after is None else min(num_keys, last + after + 1)
+            scores = q[:, :, row : row + block] @ k[:, :, begin:end].transpose(-2, -1)
+            if visible != Mask():
+                seen = visible.visible(positions[:, None], torch.arange(begin, end, device=q.device))
+                scores = scores.masked_fill(~seen, float("-inf"))
+            mixed.append(scores.softmax(-1) @ v[:, :, begin:end])
+        return torch.cat(mixed, dim=2).transpose(1, 2)
+
+    return attend
+
+
+@contextlib.contextmanager
+def fastest_in_language_models() -> Iterator[None]:
+    """Inside, softmax attention of nanochat_gka's models runs as `products` where these are the faster way."""
+    usual = attention.dot_product_attention
+
+    def fastest(q, k, v, *, causal: bool = False, window: int | None = None):
+        if products_are_faster(q, k):
+            return products(Mask(causal, window))(q, k, v)
+        return dot_product_attention(q, k, v, causal=causal, window=window)
+
+    attention.dot_product_attention = fastest
+    try:
+        yield
+    finally:
+        attention.dot_product_attention = usual
+
+
+def products_are_faster(q: torch.Tensor, k: torch.Tensor) -> bool:
+    """Whether `products` should replace torch's fused kernel: in bfloat16 on CPUs that multiply it."""
+    scores = q.shape[0] * q.shape[2] * q.shape[1] * k.shape[1]
+    return q.device.type == "cpu" and q.dtype == torch.bfloat16 and scores <= MOST_SCORES and multiplies_bfloat16()
+
+
+def multiplies_bfloat16() -> bool:
+    """Whether this CPU has instructions for bfloat16."""
+    supported = getattr(torch.cpu, "_is_avx512_bf16_supported", None)
+    return supported is not None and supported()
+
+
+# torch.compile calls it while it traces, as it does build.obstacle (gka/impl/cpu/build.py).
+multiplies_bfloat16._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def padded_products(lengths: list[int], tokens: int) -> Softmax:

@@ -22,10 +22,9 @@ from typing import Annotated, Any, Literal
 
 import torch
 
-from gka.impl import products
 from nanochat_gka.model.accounting import flops_per_token, parameter_counts
 from nanochat_gka.model.config import GPTConfig
-from runs.bench import models
+from runs.bench import baselines, models
 from runs.bench.config import ComparisonConfig, Counts, with_dtype
 from runs.bench.device import release_memory
 from runs.bench.gpt_models import DECODE, PREFILL, TRAINING, Candidate, Subject
@@ -149,7 +148,7 @@ def takes_part(key: Key, phase: str, usual: str) -> bool:
     return key.kind not in DECODE_ONLY
 
 
-@products.where_fast()
+@baselines.fastest_in_language_models()
 def time_depth(depth: int, phases: list[str], config: GPTBenchConfig, runtime: Runtime, save: Callable) -> None:
     """Time all phases of one depth; save(phase, dtype, measured, candidates) gets every comparison."""
     device, usual = runtime.device, config.dtypes[0]

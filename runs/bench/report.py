@@ -1,9 +1,9 @@
-"""The benchmarks' tables, targets and pictures, from their result files.
+"""The benchmarks' tables and pictures, from their result files.
 
     python -m runs.bench.report                              of this machine's hardware, every number of threads
     python -m runs.bench.report --hardware "NVIDIA H200"     of another's
 
-Prints a line for every comparison, why candidates were not timed, and the targets with pass or miss. Writes a page with
+Prints a line for every comparison and why candidates were not timed. Writes a page with
 every candidate (OUT/bench_<hardware>.md) and, where there is something to draw, pictures beside it. Runs made with
 --quick count only with --quick.
 """
@@ -17,7 +17,6 @@ from gka.kinds import KINDS
 from runs.bench import plots
 from runs.bench.config import BenchConfig
 from runs.bench.results import Comparison, load, slug
-from runs.bench.targets import Target, flops_ratio, over, targets
 from runs.table import Row, Table
 from trainkit_gka.cli import UserError, run
 from trainkit_gka.distributed import setup
@@ -28,9 +27,8 @@ TITLES = {
     "attention": "The operator",
     "deit": "Vision transformers",
     "gpt": "Language models",
-    "onnx": "Vision transformers as ONNX",
 }
-UNITS = {"attention": "", "deit": "images/s", "gpt": "tokens/s", "onnx": "images/s"}
+UNITS = {"attention": "", "deit": "images/s", "gpt": "tokens/s"}
 WHOLE_MODELS = ("deit", "gpt")
 SOFTMAX, GKA = KINDS["softmax"].label, KINDS["gka"].label
 QUIET_CORES = 0.1  # this much work of other processes disturbs nothing
@@ -38,13 +36,29 @@ QUIET_CORES = 0.1  # this much work of other processes disturbs nothing
 
 @dataclass
 class ReportConfig(BenchConfig):
-    """Print the benchmarks' tables and targets, and draw them, from the files of one hardware."""
+    """Print the benchmarks' tables, and draw them, from the files of one hardware."""
 
     hardware: str = ""
     """Hardware to report: its name, or the end of its files' names; empty = this machine's device, a CPU with every
     number of threads that was timed."""
     out: Path = Path("out/bench")
     """Folder for the page and the pictures."""
+
+
+def over(top: float | None, bottom: float | None) -> float | None:
+    """top / bottom; None if either was not measured."""
+    return top / bottom if top is not None and bottom else None
+
+
+def flops_ratio(comparison: Comparison | None) -> float | None:
+    """FLOPs of the softmax model over GKA's, for a token's training or an image's forward pass."""
+    lines = comparison.lines if comparison else []
+    counts = ("flops_per_token", "flops_per_image")
+    flops = {
+        line["config"]["role"]: next((line["metrics"][name] for name in counts if line["metrics"].get(name)), None)
+        for line in lines
+    }
+    return over(flops.get("baseline"), flops.get("ours"))
 
 
 def number(value: float | None, form: str = "{:.4g}") -> str:
@@ -137,15 +151,6 @@ def candidate_table(comparisons: Iterable[Comparison]) -> Table:
     return Table.of(headings, rows, title="Every candidate:", words=4)
 
 
-def target_table(promises: list[Target]) -> Table:
-    rows = []
-    for target in promises:
-        wanted = f"{'<=' if target.at_most else '>='} {target.wanted:.2f}"
-        rows.append([target.name, wanted, number(target.measured, "{:.2f}"), target.verdict])
-    title = f"Targets: the fastest softmax attention over {GKA}"
-    return Table.of(["target", "wanted", "measured", ""], rows, title=title)
-
-
 def benchmark_page(name: str, comparisons: list[Comparison]) -> list[str]:
     """Print a benchmark's table; returns its part of the page."""
     remarks = [f"- {remark}" for remark in reasons(comparisons) + disturbance(comparisons)]
@@ -189,15 +194,10 @@ def show_hardware(hardware: str, results: dict[str, dict[tuple[str, str], Compar
     for name, comparisons in results.items():
         if comparisons:
             page += benchmark_page(name, list(comparisons.values()))
-    promises = targets(results, cuda=not is_processor(hardware))
-    table = target_table(promises)
-    table.show()
-    verdicts = [promise.verdict for promise in promises]
-    console.print(", ".join(f"{verdicts.count(verdict)} {verdict}" for verdict in ("pass", "miss", "not measured")))
     pictures = plots.draw(results["attention"], hardware, config.out)
     config.out.mkdir(parents=True, exist_ok=True)
     path = config.out / f"bench_{slug(hardware)}.md"
-    path.write_text("\n\n".join([*page, f"## {table.markdown()}"]) + "\n")
+    path.write_text("\n\n".join(page) + "\n")
     drawn = ", ".join(map(str, pictures)) or "none"
     console.print(f"Every candidate: {path}. Pictures: {drawn}.", highlight=False, markup=False)
 

@@ -1,10 +1,7 @@
-"""The benchmarks' other tables: text generation and the CORE scorer (speed: speed.py; errors: errors.py)."""
-
-import pandas as pd
+"""The table of text generation."""
 
 from gka.kinds import KINDS
 from runs import frames
-from runs.demo.language import VARIANTS, run_tag
 from runs.table import Table, measured
 
 GKA = KINDS["gka"].label
@@ -13,12 +10,6 @@ DECODERS = {
     "gka": GKA,
     "gka-normalised": f"{GKA}, values normalised (not the paper's)",
     "gka-keys": "the same, keys kept",
-}
-SCORERS = {
-    "by prompt": "one prompt at a time",
-    "by example": "one example at a time",
-    "batched": "batched",
-    "batched, beginnings shared": "beginnings shared",
 }
 
 
@@ -40,34 +31,4 @@ def decode() -> list[Table]:
             tables.append(
                 Table.of(headings, rows, sources=[measured(list(of_hardware.record), of_hardware.file.iloc[0])])
             )
-    return tables
-
-
-def scorers() -> pd.DataFrame:
-    """Of the demo's models the examples of all tasks and every scorer's seconds, by file, model and vocabulary."""
-    parts = []
-    for path in sorted(frames.RESULTS.glob("bench_core_*.jsonl")):
-        lines = frames.frame(path, "model", "vocab_size", "task", "examples", "seconds").assign(file=path.name)
-        parts.append(lines.drop_duplicates(["model", "vocab_size", "task"], keep="last").sort_index())
-    if not parts:
-        return pd.DataFrame()
-    lines = pd.concat(parts, ignore_index=True)
-    lines[list(SCORERS)] = pd.DataFrame(list(lines.seconds))[list(SCORERS)]
-    return lines
-
-
-def scorer() -> list[Table]:
-    """The CORE scorer's speed on the demo's models, for each hardware."""
-    tables, tags = [], {run_tag(name) for name in VARIANTS}
-    for file, lines in scorers().groupby("file"):
-        rows = []
-        demos = lines[lines.model.isin(tags)]
-        totals = demos.groupby(["model", "vocab_size"], sort=False)[["examples", *SCORERS]].sum()
-        for (model, vocabulary), total in totals.iterrows():
-            seconds = total[list(SCORERS)]
-            speeds = [f"{speed:,.0f}" for speed in total.examples / seconds]
-            gains = [f"{seconds[slow] / seconds.min():.1f}x" for slow in ("by prompt", "by example")]
-            rows.append([f"{model}, vocabulary {vocabulary:,}", *speeds, *gains])
-        headings = ["examples/s, six tasks", *SCORERS.values(), "over by prompt", "over by example"]
-        tables.append(Table.of(headings, rows, sources=[measured(list(lines.record), file)]))
     return tables

@@ -9,8 +9,6 @@ import pandas as pd
 
 from gka.kinds import KINDS
 from runs import frames
-from runs.bench.onnx import OPENVINO
-from runs.bench.targets import on_cpu
 from runs.table import Row, Table, measured
 
 SOFTMAX, GKA = KINDS["softmax"].label, KINDS["gka"].label
@@ -24,40 +22,36 @@ WITH_OFFSETS = "the same with head offsets (not the paper's)"
 
 def operator() -> list[Table]:
     """The bare operator; sweeps over sizes are left to the files."""
-    tables, promised = [], on_cpu({})
+    tables = []
     for _, of_machine in by(frames.bench("attention"), "machine"):
         rows = []
-        for (case, phase), timed in by(of_machine[~of_machine.case.str.startswith("sweep")], "case", "phase"):
-            target = promised.get((case, phase)) if is_processor(timed) else None
-            rows += row(label(timed.iloc[0]), timed, wanted(target))
+        for _, timed in by(of_machine[~of_machine.case.str.startswith("sweep")], "case", "phase"):
+            rows += row(label(timed.iloc[0]), timed)
             dense = timed.kernel == "dense mask"
             if dense.any():
-                rows += row("the same against a dense mask", timed[dense | (timed.family == "gka")], "")
+                rows += row("the same against a dense mask", timed[dense | (timed.family == "gka")])
             alone, plain = timed.kernel == "one by one", timed.kernel.str.endswith(" without lengths")
             if alone.any():
                 others = timed[alone | (timed.family == "gka")].replace({"role": {"other": "baseline"}})
-                rows += row("the same against one sequence at a time", others, "")
+                rows += row("the same against one sequence at a time", others)
             if plain.any():
                 others = timed[plain | (timed.family == "softmax")].replace({"role": {"variant": "ours"}})
-                rows += row("the same without lengths", others, "")
-        tables += table([*HEADINGS, "target"], rows, of_machine)
+                rows += row("the same without lengths", others)
+        tables += table(HEADINGS, rows, of_machine)
     return tables
 
 
 def models() -> list[Table]:
     """Vision transformers and language models, a training step or a forward pass; decoding has a table of its own."""
-    tables, promised = [], on_cpu({})
+    tables = []
     for _, of_machine in by(pd.concat([by_size(frames.bench("deit")), frames.bench("gpt")]), "machine"):
         rows = []
-        for (case, phase), timed in by(of_machine[~of_machine.phase.str.startswith("decode")], "case", "phase"):
+        for _, timed in by(of_machine[~of_machine.phase.str.startswith("decode")], "case", "phase"):
             ratio = flops_ratio(timed)
             shown = f"{ratio:.2f}x" if ratio else ""
-            target = promised.get((case, phase)) if is_processor(timed) else None
-            if target and case.startswith("d") and not case.startswith("deit"):
-                target = ratio or target  # of a GPT its FLOPs ratio is promised
-            rows += row(label(timed.iloc[0]), timed, both_compiled(timed), shown, wanted(target))
-            rows += row(WITH_OFFSETS, with_offsets(timed), "", shown, wanted(target))
-        tables += table([*HEADINGS, "both compiled", "FLOPs ratio", "target"], rows, of_machine)
+            rows += row(label(timed.iloc[0]), timed, both_compiled(timed), shown)
+            rows += row(WITH_OFFSETS, with_offsets(timed), "", shown)
+        tables += table([*HEADINGS, "both compiled", "FLOPs ratio"], rows, of_machine)
     return tables
 
 
@@ -79,20 +73,6 @@ def training() -> list[Table]:
                     gain = f"{speeds.max() / speeds.iloc[0]:.2f}x" if said[0] else ""
                     rows.append([f"{label(timed.iloc[0])}, {name}", f"{threads:.0f}", *said, gain])
         tables += table(["", "threads", *WAYS, "gain"], rows, of_machine, words=1)
-    return tables
-
-
-def onnx() -> list[Table]:
-    """Vision transformers as ONNX; the threads are the runtime's own."""
-    tables, promised = [], on_cpu({})
-    for _, of_file in by(frames.bench("onnx"), "hardware"):
-        elsewhere = of_file.case.str.startswith(OPENVINO).map({True: ", in OpenVINO", False: ""})
-        of_file = of_file.assign(label=of_file.apply(label, axis=1) + elsewhere).sort_values("threads", kind="stable")
-        rows = []
-        for (name, phase), timed in by(of_file, "label", "phase"):
-            target = promised.get((timed.case.iloc[-1], phase))
-            rows += row(name, timed.assign(phase=phase.partition(" ")[0]), wanted(target))
-        tables += table([*HEADINGS, "target"], rows, of_file)
     return tables
 
 
@@ -172,15 +152,6 @@ def which(line: pd.Series) -> str:
         words = ([line.kernel] if line.kernel not in ("", "sdpa") else []) + words
         words += [line.computed_in] if line["dtype"] == "bfloat16" and line.name else []
     return ", ".join(words)
-
-
-def wanted(target: float | None) -> str:
-    return f"≥ {target:.2f}x" if target else ""
-
-
-def is_processor(timed: pd.DataFrame) -> bool:
-    """Threads are a processor's."""
-    return bool(timed.threads.notna().all())
 
 
 def by_size(deit: pd.DataFrame) -> pd.DataFrame:

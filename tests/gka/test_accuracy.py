@@ -8,10 +8,8 @@ import torch
 import torch.nn.functional as F
 
 from gka import dot_product_attention, gaussian_attention, select_impl, testing
-from gka.dispatch import BASELINES, choose_baseline
-from gka.impl import products
+from gka.dispatch import BASELINES
 from gka.masking import Mask
-from gka.request import softmax_request
 from gka.testing import Problem, make_log_sigma
 from operator_cases import AUTO_ON_CPU, FUSED, IMPLS, MASKS, check
 
@@ -155,9 +153,8 @@ def test_one_query_against_a_cache(impl, window):
     torch.testing.assert_close(last, full[:, -1:], rtol=1e-5, atol=1e-6)
 
 
-def test_dot_product_baseline_agrees_with_its_definition(monkeypatch):
+def test_dot_product_baseline_agrees_with_its_definition():
     q, k, v = (testing.make_features("normal", (2, 33, 2, 16), seed=s) for s in range(3))
-    monkeypatch.setattr(products, "BLOCK", 8)
     for causal, window in MASKS:
         visible = Mask(causal, window).dense(33, 33, q.device)
         scores = torch.einsum("bihd,bjhd->bhij", q, k) / 4.0
@@ -166,37 +163,6 @@ def test_dot_product_baseline_agrees_with_its_definition(monkeypatch):
             torch.testing.assert_close(
                 dot_product_attention(q, k, v, causal=causal, window=window, impl=impl), want, rtol=1e-5, atol=1e-5
             )
-
-
-def test_products_in_bfloat16_are_as_right_as_the_fused_kernel_and_stop_where_their_scores_fill_memory(monkeypatch):
-    shapes = (2, 9, 2, 16), (2, 40, 2, 16), (2, 40, 2, 16)
-    leaves = [
-        testing.make_features("normal", shape, torch.bfloat16, seed=s).requires_grad_()
-        for s, shape in enumerate(shapes)
-    ]
-    monkeypatch.setattr(products, "BLOCK", 4)
-    spoilt = leaves[1].detach().index_fill(1, torch.tensor(39), float("nan"))
-    y = dot_product_attention(leaves[0].detach(), spoilt, spoilt.nan_to_num(), causal=True, impl="products")
-    assert y[:, :-1].isfinite().all() and y[:, -1].isnan().all()  # the last query alone sees that key
-
-    def results(tensors, impl):
-        y = dot_product_attention(*tensors, causal=True, window=12, impl=impl)
-        return [y, *torch.autograd.grad(y.double().square().sum(), tensors)]
-
-    want = results([t.detach().double().requires_grad_() for t in leaves], "sdpa")
-    ours, fused = (
-        [testing.error(a.double(), b) for a, b in zip(results(leaves, i), want)] for i in ("products", "sdpa")
-    )
-    assert all(a <= 2 * b + torch.finfo(torch.bfloat16).eps for a, b in zip(ours, fused, strict=True))
-    monkeypatch.setattr(products, "_multiplies_bfloat16", lambda: True)
-    request = softmax_request(*leaves, True, None, None)
-    assert choose_baseline(request, "auto") == "sdpa"
-    with products.where_fast():
-        assert choose_baseline(request, "auto") == "products"
-        monkeypatch.setattr(products, "MOST_SCORES", 2 * 2 * 9 * 40 - 1)
-        assert choose_baseline(request, "auto") == "sdpa"
-    with pytest.raises(ValueError, match="products keep 1,440 scores"):
-        dot_product_attention(*leaves, impl="products")
 
 
 def test_float16_keeps_the_norms_that_do_not_fit_its_range():

@@ -3,8 +3,8 @@ table says how.
 
 What a configuration needs is listed in tests/golden/kernel_resources.txt for one version of Triton and one state of the
 sources. With these the compiler says the same every time, so that a sample is compiled. With that version and other
-sources all are, and the list must be the same (a change shows as a readable diff; `python -m
-gka.impl.triton.resources --write` accepts it). With another version only the limits hold.
+sources all are, and the list must be the same (a change shows as a readable diff; `python
+tests/support/kernel_resources.py --write` accepts it). With another version only the limits hold.
 """
 
 import os
@@ -15,13 +15,14 @@ from pathlib import Path
 import pytest
 import triton
 
-from gka.impl.triton.resources import GOLDEN, VERSION, Resources, header, shipped
+import kernel_resources
+from kernel_resources import GOLDEN, VERSION, Resources, header, shipped
 
 
 def compiled(*flags):
     """The lines of the command, which ends with 0 if no configuration breaks a limit."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", "gka.impl.triton.resources", "--processes", "1", *flags]
+    command = [sys.executable, kernel_resources.__file__, "--processes", "1", *flags]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=Path(__file__).parents[2])
     assert done.returncode == 0, done.stderr
     return done.stdout.rstrip("\n").split("\n")
@@ -32,7 +33,7 @@ def compiled(*flags):
 )
 def test_the_list_is_of_these_sources_and_configurations():
     first, *lines = GOLDEN.read_text().splitlines()
-    assert first == header(), "python -m gka.impl.triton.resources --write"
+    assert first == header(), "python tests/support/kernel_resources.py --write"
     names = list(map(str, shipped()))
     assert [line[: len(name)] for name, line in zip(names, lines, strict=True)] == names
 

@@ -52,7 +52,7 @@ CASES = [  # the error, its words, and a call
     (ValueError, IMPLS, lambda: attend(X, S, impl="cuda")),
     (ValueError, "no backward pass outside CUDA", lambda: attend(X.clone().requires_grad_(), S, impl="flex")),
     (ValueError, "no backward pass outside CUDA", lambda: attend(X, S.clone().requires_grad_(), impl="flex")),
-    (ValueError, "one of auto, flex, sdpa, products, got 'reference'", lambda: baseline(X, X, X, impl="reference")),
+    (ValueError, "one of auto, flex, sdpa, got 'reference'", lambda: baseline(X, X, X, impl="reference")),
     (ValueError, "k must have shape", lambda: baseline(X, X[:, :, :1], X)),
     (TypeError, "dim and num_heads must be ints, got float and int", lambda: layer(8.0, 2)),
     (ValueError, "num_heads must divide dim, got dim=10 and num_heads=3", lambda: layer(10, 3)),

@@ -8,12 +8,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from naive_core import naive_task
 from nanochat_gka.core_metric import scoring
 from nanochat_gka.core_metric.bundle import Task, read_tasks
 from nanochat_gka.core_metric.prompt_tree import PromptTree
 from nanochat_gka.core_metric.questions import Question, common_prefix, question, shuffled
 from nanochat_gka.core_metric.scoring import Verdict, answer, batches, judge
-from runs.bench.core_naive import naive_task
 from tiny_gpt import SHAPE, VARIANTS, awake
 
 ALL = 10**6  # tokens: no cropping, no limit on a batch

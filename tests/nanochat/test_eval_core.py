@@ -11,13 +11,13 @@ import torch
 
 import tiny
 import tiny_core
+from naive_core import naive_task
 from nanochat_gka import eval_core
 from nanochat_gka.core_metric import task_scorer
 from nanochat_gka.core_metric.bundle import read_tasks
 from nanochat_gka.core_metric.task_scorer import TaskScorer
 from nanochat_gka.data.tokenizer import Tokenizer
 from nanochat_gka.eval_core import CoreConfig, main
-from runs.bench.core_naive import naive_task
 from tiny_gpt import SHAPE, awake, write_run
 from trainkit_gka.distributed import Runtime
 from trainkit_gka.progress import read_lines

@@ -13,9 +13,9 @@ import torch
 import hub
 import tiny
 import tiny_core
+from naive_core import naive_task
 from nanochat_gka.core_metric.huggingface import load_hugging_face
 from nanochat_gka.eval_core import CoreConfig, main
-from runs.bench.core_naive import naive_task
 from trainkit_gka.progress import read_lines
 
 LIMIT = 48  # tokens, fewer than tiny_core's longest prompts have

@@ -1,16 +1,11 @@
 """The benchmarks as commands: end to end on tiny shapes, and mistakes as one line."""
 
-import re
-from functools import partial
-from types import SimpleNamespace
-
 import pytest
-import timm
 import torch
 
 import processes
 from gka.impl.cpu import build
-from runs.bench import attention, deit, gpt, onnx, report
+from runs.bench import attention, deit, gpt, report
 from trainkit_gka import cli
 from trainkit_gka.progress import read_lines
 
@@ -50,40 +45,8 @@ def test_the_benchmarks_run_end_to_end(tmp_path, capsys):
     flags = ["--device-type", "cpu", "--results", str(tmp_path), "--out", str(tmp_path / "out")]
     cli.run(report.main, report.ReportConfig, flags)
     said = capsys.readouterr().out
-    for words in ("2x9x1x16 forward ", "deit-ti-b1-bf16 inference", "d1-b2-t16-v64 training", " not measured"):
+    for words in ("2x9x1x16 forward ", "deit-ti-b1-bf16 inference", "d1-b2-t16-v64 training"):
         assert words in said
-
-
-@pytest.mark.slow
-def test_onnx_is_timed_beside_softmax_and_reported(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(onnx, "PIXELS", 32)
-    small = {"img_size": 32, "depth": 1, "embed_dim": 24, "num_heads": 3, "num_classes": 5}
-    monkeypatch.setattr(onnx, "timm", SimpleNamespace(create_model=partial(timm.create_model, **small)))
-    common = ["--results", str(tmp_path / "results"), "--quick"]
-    wanted = ["--threads", "1", "--rounds", "3", "--models", str(tmp_path / "models")]
-    cli.run(onnx.main, onnx.OnnxConfig, [*common, *wanted])
-    (path,) = (tmp_path / "results").iterdir()
-    assert path.name.startswith("bench_onnx_")
-    lines = read_lines(path)
-    phases = [onnx.phase_name(dtype) for dtype in ("float32", "int8")]
-    assert {(each["config"]["case"], each["config"]["phase"], each["config"]["role"]) for each in lines} == {
-        ("onnx-ti-b1-t1", phase, role) for phase in phases for role in ("baseline", "ours")
-    }
-    assert len(lines) == 6 and all(each["metrics"]["status"] == "ok" for each in lines), lines
-    assert len(list((tmp_path / "models").glob("*/model*.onnx"))) == 6
-    capsys.readouterr()
-    flags = ["--device-type", "cpu", *common, "--out", str(tmp_path / "out")]
-    cli.run(report.main, report.ReportConfig, flags)
-    said = capsys.readouterr().out
-    assert "Vision transformers as ONNX" in said and "onnx-ti-b1-t1 inference int8" in said
-    assert re.search(r"onnx-ti-b1-t1, inference float32 .*1\.20.* (pass|miss) ", said)
-
-
-def test_without_onnxruntime_its_benchmark_is_one_line(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("trainkit_gka.onnx.NEEDED", ("onnxruntime_of_nobody",))
-    cli.run(onnx.main, onnx.OnnxConfig, ["--results", str(tmp_path)])
-    said = 'nothing is timed: onnxruntime_of_nobody is not installed: run pip install "gka[onnx]" (in a checkout:'
-    assert capsys.readouterr().out == f'{said} pip install -e ".[onnx]")\n' and not list(tmp_path.iterdir())
 
 
 def test_every_number_of_threads_has_a_file_and_is_reported(tmp_path, capsys):
@@ -105,7 +68,6 @@ CONFIGS = {
     attention: attention.AttentionConfig,
     deit: deit.DeitConfig,
     gpt: gpt.GPTBenchConfig,
-    onnx: onnx.OnnxConfig,
     report: report.ReportConfig,
 }
 
@@ -130,7 +92,6 @@ def refused(module, flags, folder, capsys):
         (deit, ["--impl", "cuda"], "--impl: impl must be one of auto, reference,"),
         (gpt, ["--depth", "4", "0"], "--depth must be at least 1, got 0"),
         (gpt, ["--window-pattern", "X"], "window_pattern must be made of the letters S, L, got 'X'"),
-        (onnx, ["--only", "onnx-x"], "--only onnx-x: no such case; there are onnx-ti-b1-t1,"),
         (report, ["--hardware", "NVIDIA H300"], "has no benchmark of NVIDIA H300"),
     ],
 )

@@ -8,7 +8,8 @@ from torch.overrides import TorchFunctionMode
 
 from gka import testing
 from gka.impl.cpu import build
-from runs.bench import deit, deit_models, gpt, models
+from gka.masking import Mask
+from runs.bench import baselines, deit, deit_models, gpt, models
 from runs.bench.gpt_models import Candidate, Subject
 from runs.bench.operators import FORWARD, FULL, Case, gate, operators
 from trainkit_gka.distributed import setup
@@ -21,7 +22,8 @@ CASES += ["2x20x2x16nd", "2x20x2x16ndk"]
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("text", CASES)
-def test_every_operator_of_a_cpu_passes_its_gate(text, dtype):
+def test_every_operator_of_a_cpu_passes_its_gate(text, dtype, monkeypatch):
+    monkeypatch.setattr(baselines, "PRODUCTS_BLOCK", 16)  # so that these lengths have several
     case = Case.parse(text)
     for phase in (FORWARD,) if case.queries else (FORWARD, FULL):
         candidates = operators(case, CPU, dtype, phase)
@@ -40,6 +42,43 @@ def test_bfloat16_is_compared_with_both_dtypes_of_softmax_and_a_window_with_bloc
     }
     assert {each.dtype for each in candidates.values() if each.family == "gka"} == {torch.bfloat16}
     assert "softmax blocks of 64" not in operators(Case.parse("2x70x2x16cn"), CPU, torch.float32, FULL)
+
+
+def test_products_leave_out_what_the_mask_hides():
+    """A key that is NaN reaches the queries that see it alone; decoding reads the keys of its window alone."""
+    q, k, v = (testing.make_features("normal", (1, 20, 2, 16), seed=seed) for seed in range(3))
+    k[:, 19] = float("nan")
+    y = baselines.products(Mask(causal=True))(q, k, v)
+    assert y[:, :19].isfinite().all() and y[:, 19].isnan().all()
+    torch.testing.assert_close(
+        baselines.products(Mask(True, 4))(q[:, 18:19], k[:, :19], v[:, :19]),
+        baselines.products(Mask(True, 4))(q[:, :19], k[:, :19], v[:, :19])[:, 18:],
+    )
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_softmax_language_models_take_products_where_these_are_faster(compiled, monkeypatch):
+    """Whole softmax models are timed at their fastest: in bfloat16 on a CPU that multiplies it, while memory allows."""
+    calls, products = [], baselines.products
+    monkeypatch.setattr(baselines, "products", lambda mask: calls.append(mask) or products(mask))
+    monkeypatch.setattr(baselines, "multiplies_bfloat16", lambda: True)
+    config = gpt.GPTBenchConfig(sequence_len=16, vocab_size=64).fill("cpu").model_config("softmax", 2)
+    subject = Subject("softmax", config, batch_size=2, runtime=setup("cpu"))
+
+    def layers_with_products(dtype: str) -> int:
+        torch._dynamo.reset()
+        calls.clear()
+        model = Candidate(subject, dtype).model
+        network = torch.compile(model, backend="aot_eager", fullgraph=True) if compiled else model
+        network(subject.ids, subject.targets).backward()
+        return len(calls)
+
+    assert layers_with_products("bfloat16") == 0
+    with baselines.fastest_in_language_models():
+        assert layers_with_products("bfloat16") == 2
+        assert layers_with_products("float32") == 0
+        monkeypatch.setattr(baselines, "MOST_SCORES", 0)
+        assert layers_with_products("bfloat16") == 0
 
 
 @pytest.mark.parametrize("family", ["gka", "softmax"])

@@ -83,7 +83,7 @@ def test_a_damaged_line_is_named_with_its_file(tmp_path, monkeypatch):
         tables.block("decode", "runs/README.md")
 
 
-@pytest.mark.parametrize("name", ["attention", "deit", "gpt", "onnx"])
+@pytest.mark.parametrize("name", ["attention", "deit", "gpt"])
 def test_rows_say_what_their_candidates_are(name):
     """As their names do, which nothing else reads."""
     lines = [line for path in RESULTS.glob(f"bench_{name}_*.jsonl") for line in frames.records(path)]

@@ -37,10 +37,7 @@ def pictures(tmp_path_factory):
 
 # --- Nothing forks ---
 
-START_METHODS = {  # of the modules that start processes; gka does not know the module of workers
-    Path("trainkit_gka/workers.py"): ["forkserver"],
-    Path("gka/impl/triton/resources.py"): ["spawn"],
-}
+START_METHODS = {Path("trainkit_gka/workers.py"): ["forkserver"]}  # of the modules that start processes
 
 
 def test_only_these_modules_choose_how_processes_start():

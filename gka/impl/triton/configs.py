@@ -1,8 +1,8 @@
 """Tile sizes of the Triton kernels per GPU generation: a small shipped table, read at every launch, never searched at
 run time.
 
-`python -m gka.impl.triton.tune` times candidates on the GPU at hand and prints them as they stand here.
-tests/golden/kernel_resources.txt lists what each entry costs in registers and shared memory.
+README.md says how the entries were chosen; tests/golden/kernel_resources.txt lists what each costs in registers and
+shared memory.
 """
 
 import contextlib

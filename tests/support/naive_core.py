@@ -1,6 +1,6 @@
 """The slow, obviously correct CORE scorer: one example at a time, full logits of every position, no cache.
 
-It is the oracle that the fast scorer is tested against and the baseline of its speed.
+It is the oracle that the fast scorer is tested against; it shares no code with that.
 """
 
 import json

@@ -1,9 +1,9 @@
 """Compile the Triton kernels for GPUs that this machine need not have, and list what each shipped configuration needs.
 
-    python -m gka.impl.triton.resources            prints the table of tests/golden/kernel_resources.txt
-    python -m gka.impl.triton.resources --write    rewrites that file
-    python -m gka.impl.triton.resources --every    every case of every configuration, not only the heaviest (minutes)
-    python -m gka.impl.triton.resources --sample 8    eight of the lines
+    python tests/support/kernel_resources.py              prints the table of tests/golden/kernel_resources.txt
+    python tests/support/kernel_resources.py --write      rewrites that file
+    python tests/support/kernel_resources.py --every      all cases of each configuration, which takes minutes
+    python tests/support/kernel_resources.py --sample 8   eight of the lines
 
 Per configuration: registers per thread, bytes of spilled registers (STACK), shared memory, tensor-core instructions
 (HGMMA on Hopper, HMMA), asynchronous copies (LDGSTS). Ends with 1 if one breaks a limit: spills, more shared memory
@@ -33,12 +33,13 @@ from gka.impl.triton import backward, configs, forward
 from gka.impl.triton.tiles import NORM_COMPUTED, NORM_CONSTANT, NORM_LOADED
 
 VERSION = f"# Triton {triton.__version__},"
-GKA = Path(__file__).resolve().parents[2]
-GOLDEN = GKA.parent / "tests" / "golden" / "kernel_resources.txt"
+ROOT = Path(__file__).resolve().parents[2]
+GOLDEN = ROOT / "tests" / "golden" / "kernel_resources.txt"
 # What is compiled, and what chooses it.
 SOURCES = (
-    "bandwidth",
-    *(f"impl/triton/{name}" for name in ("backward", "configs", "forward", "resources", "tiles")),
+    "gka/bandwidth.py",
+    *(f"gka/impl/triton/{name}.py" for name in ("backward", "configs", "forward", "tiles")),
+    "tests/support/kernel_resources.py",
 )
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 SHARED_LIMIT = {80: 166912, 90: 232448, 120: 101376}  # bytes a block may use
@@ -228,18 +229,18 @@ def compile_all(builds: list[Build], processes: int) -> Iterator[tuple[Build, Re
 
 
 def listed_version() -> bool:
-    """Whether the list in the repository is of this version of Triton; an installed wheel has no list."""
-    return GOLDEN.is_file() and GOLDEN.read_text().startswith(VERSION)
+    """Whether the list in the repository is of this version of Triton."""
+    return GOLDEN.read_text().startswith(VERSION)
 
 
 def header() -> str:
     """The first line of the list: the version of Triton, and a hash of kernels, configurations and cases."""
-    return f"{VERSION} sources {sources()}. Written by `python -m gka.impl.triton.resources --write`."
+    return f"{VERSION} sources {sources()}. Written by `python tests/support/kernel_resources.py --write`."
 
 
 def sources() -> str:
     """A hash of the files that are compiled and of those that choose what is."""
-    text = "\n".join((GKA / f"{name}.py").read_text() for name in SOURCES)
+    text = "\n".join((ROOT / name).read_text() for name in SOURCES)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
@@ -252,7 +253,6 @@ def count(text: str) -> int:
 
 def main() -> None:
     parser = argparse.ArgumentParser(
-        prog="python -m gka.impl.triton.resources",
         description="List the registers, spills, shared memory and important instructions of each shipped Triton "
         "configuration, compiled for GPUs that this machine need not have. Exits with 1 if one breaks a limit.",
     )
@@ -265,23 +265,23 @@ def main() -> None:
     parser.add_argument(
         "--processes", type=count, default=cores, help="how many compile at once (default: %(default)s)"
     )
-    asked = parser.parse_args()
-    if asked.write and (asked.sample or not GOLDEN.is_file()):
-        parser.error("--write needs all configurations, so no --sample, and the repository's tests/golden")
-    builds = shipped(asked.every)
-    if asked.sample:
-        number = min(asked.sample, len(builds))
+    arguments = parser.parse_args()
+    if arguments.write and arguments.sample:
+        parser.error("--write needs all configurations, so no --sample")
+    builds = shipped(arguments.every)
+    if arguments.sample:
+        number = min(arguments.sample, len(builds))
         builds = [builds[place * len(builds) // number] for place in range(number)]
     lines, broken = [header()], []
     print(lines[0], flush=True)
-    for build, resources in compile_all(builds, asked.processes):
+    for build, resources in compile_all(builds, arguments.processes):
         lines.append(f"{build} {resources}")
         print(lines[-1], flush=True)
         broken += [f"{' '.join(str(build).split())}: {reason}" for reason in resources.broken(build)]
     if broken:
         print(*broken, sep="\n", file=sys.stderr)
         sys.exit(1)
-    if asked.write:
+    if arguments.write:
         GOLDEN.write_text("\n".join(lines) + "\n")
 
 

@@ -1,10 +1,11 @@
 """Time tile sizes of the Triton kernels on the GPU at hand, and print them as configs.py has them.
 
-    python -m gka.impl.triton.tune                          every kernel, half precision
-    python -m gka.impl.triton.tune --only queries keys      some of them
+    python -m runs.bench.tune                        every kernel, half precision
+    python -m runs.bench.tune --only queries keys    some of them
 
 A candidate must be within the error budget, and then takes turns with the shipped configuration and the others. The
-table in configs.py is edited by hand, and `python -m gka.impl.triton.resources --write` says what an entry costs.
+table in gka/impl/triton/configs.py is edited by hand; `python tests/support/kernel_resources.py --write` lists what its
+entries cost.
 """
 
 import argparse
@@ -168,9 +169,7 @@ class Parser(argparse.ArgumentParser):
 
 def main() -> None:
     names = [workload.name for workload in WORKLOADS]
-    parser = Parser(
-        prog="python -m gka.impl.triton.tune", description="Time tile sizes of the Triton kernels on this GPU."
-    )
+    parser = Parser(prog="python -m runs.bench.tune", description="Time tile sizes of the Triton kernels on this GPU.")
     parser.add_argument("--only", nargs="+", default=[""], help=f"beginnings of {', '.join(names)} (default: all)")
     parser.add_argument(
         "--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16", help="of the features"
@@ -184,17 +183,17 @@ def main() -> None:
     parser.add_argument(
         "--rounds", type=int, default=ROUNDS, help="timed turns of every candidate (default: %(default)s)"
     )
-    asked = parser.parse_args()
-    if unknown := [start for start in asked.only if not any(name.startswith(start) for name in names)]:
+    arguments = parser.parse_args()
+    if unknown := [start for start in arguments.only if not any(name.startswith(start) for name in names)]:
         parser.error(f"--only {unknown[0]}: no such workload; there are {', '.join(names)}")
-    if asked.rounds < 1:
+    if arguments.rounds < 1:
         parser.error("--rounds must be 1 or more")
     if not torch.cuda.is_available():
         parser.error("tuning needs a CUDA device; without one the shipped table is not used either")
-    device, dtype = torch.device("cuda", torch.cuda.current_device()), getattr(torch, asked.dtype)
-    for workload in (workload for workload in WORKLOADS if workload.name.startswith(tuple(asked.only))):
-        print(f"{workload.name}, {asked.dtype}, {torch.cuda.get_device_name(device)}")
-        for one in tune(workload, asked.candidates or grid(workload.kernel), dtype, device, asked.rounds):
+    device, dtype = torch.device("cuda", torch.cuda.current_device()), getattr(torch, arguments.dtype)
+    for workload in (workload for workload in WORKLOADS if workload.name.startswith(tuple(arguments.only))):
+        print(f"{workload.name}, {arguments.dtype}, {torch.cuda.get_device_name(device)}")
+        for one in tune(workload, arguments.candidates or grid(workload.kernel), dtype, device, arguments.rounds):
             print(f"    {tuple(one.config)!s:<20} {one.reason or f'{one.median:.4f} ms'}", flush=True)
 
 

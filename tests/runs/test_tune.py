@@ -6,10 +6,11 @@ import sys
 import pytest
 import torch
 
-from gka.impl.triton import configs, tune
+from gka.impl.triton import configs
 from gka.impl.triton.configs import Config
-from gka.impl.triton.tune import Workload
 from operator_cases import DEVICE
+from runs.bench import tune
+from runs.bench.tune import Workload
 
 SMALL = [
     Workload("forward", 1, 20, 2, 32, causal=True, window=8, with_values=True),
@@ -69,6 +70,6 @@ def test_mistakes_are_one_line(flags, line, monkeypatch, capsys):
 @pytest.mark.gpu
 def test_the_command_times_a_candidate_on_the_gpu():
     flags = ["--only", "decode-d64", "--candidates", "16x64x4x2", "--rounds", "1"]
-    done = subprocess.run([sys.executable, "-m", "gka.impl.triton.tune", *flags], capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-m", "runs.bench.tune", *flags], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count(" ms\n") == 2
