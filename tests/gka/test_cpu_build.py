@@ -175,6 +175,16 @@ def test_a_child_forked_while_a_thread_builds_does_not_wait_for_it():
         assert processes.in_a_forked_child(lambda: build.obstacle() == outcome, timeout=20)
 
 
+@needs_compiler
+@pytest.mark.parametrize("layout", [build.REQUEST, build.DECODE], ids=lambda layout: layout.name)
+def test_a_struct_of_another_size_than_pythons_is_an_error(monkeypatch, layout):
+    size = layout.size
+    monkeypatch.setattr(layout, "size", size + 8)
+    monkeypatch.setattr(build, "_outcome", None)
+    with pytest.raises(RuntimeError, match=f"{layout.name} has {size} bytes in the library and {size + 8} bytes in"):
+        build.obstacle()
+
+
 def with_avx2(*words) -> str:
     """What Python prints where torch is held to AVX2."""
     environ = {**os.environ, "ATEN_CPU_CAPABILITY": "avx2", "OMP_NUM_THREADS": "1"}

@@ -132,12 +132,12 @@ def test_vmap_is_a_loop_and_other_transforms_go_to_sdpa():
 
 
 WHAT_OPERATORS_TAKE_AND_GIVE_BACK = """
-gka::cpu_attend_v4(Tensor x, Tensor? keys, Tensor? values, Tensor log_sigma, Tensor? lengths, SymInt before, SymInt \
+gka::cpu_attend_v5(Tensor x, Tensor? keys, Tensor? values, Tensor log_sigma, Tensor? lengths, SymInt before, SymInt \
 after, bool centred, float eps, bool differentiable) -> (Tensor, Tensor, Tensor)
-gka::cpu_attend_backward_v4(Tensor grad_y, Tensor x, Tensor? keys, Tensor? values, Tensor log_sigma, Tensor? \
-lengths, Tensor y, Tensor level, Tensor rest, SymInt before, SymInt after, bool centred, float eps) -> (Tensor, \
-Tensor, Tensor, Tensor)
-gka::cpu_decode_v4(Tensor x, Tensor? keys, Tensor values, Tensor log_sigma, Tensor? cos, Tensor? sin, Tensor? \
+gka::cpu_attend_backward_v5(Tensor grad_y, Tensor x, Tensor? keys, Tensor? values, Tensor log_sigma, Tensor? \
+lengths, Tensor y, Tensor row_state, Tensor residual, SymInt before, SymInt after, bool centred, float eps) -> \
+(Tensor, Tensor, Tensor, Tensor)
+gka::cpu_decode_v5(Tensor x, Tensor? keys, Tensor values, Tensor log_sigma, Tensor? cos, Tensor? sin, Tensor? \
 channel_scales, SymInt[] lengths, SymInt[] key_delays, SymInt[] value_delays, SymInt before, SymInt after) -> Tensor
 attend: float32 (2, 9, 3, 16), float64 (2, 3, 9, 2), float32 (0, 0, 0, 0)
 attend: bfloat16 (2, 9, 3, 16), float32 (2, 3, 9), bfloat16 (2, 9, 3, 16)

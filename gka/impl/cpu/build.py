@@ -25,6 +25,7 @@ from typing import Any
 
 import torch
 
+from gka.impl.cpu.structs import DECODE, REQUEST
 from gka.request import TURNED_OFF
 
 SWITCH = "GKA_CPU_KERNEL"  # 0 turns the kernel off
@@ -55,12 +56,15 @@ class Unavailable(Exception):
 
 
 def obstacle() -> str | None:
-    """Why the library is missing, or None. The first call loads or builds it, also while torch.compile traces."""
+    """Why the library is missing, or None. The first call loads or builds it, also while torch.compile traces.
+
+    Raises RuntimeError if the library and structs.py disagree.
+    """
     global _outcome
     with _lock:
         if _outcome is None:
             try:
-                _outcome = _load()
+                _outcome = _with_equal_structs(_load())
             except Unavailable as error:
                 _outcome = str(error)
     return _outcome if isinstance(_outcome, str) else None
@@ -98,6 +102,15 @@ def _load() -> ctypes.CDLL:
             return ctypes.CDLL(str(_built(instructions, Path(temporary))))
     except (OSError, RuntimeError) as error:  # no folder, or one to which nothing is written or from which nothing runs
         raise Unavailable(f"{str(error).rstrip('.')}; {FOLDER} chooses another folder") from None
+
+
+def _with_equal_structs(library: ctypes.CDLL) -> ctypes.CDLL:
+    """The library. Raises RuntimeError if a struct has another size there than in structs.py."""
+    for layout in (REQUEST, DECODE):
+        size = getattr(library, f"gka_size_of_{layout.name}")()
+        if size != layout.size:
+            raise RuntimeError(f"{layout.name} has {size} bytes in the library and {layout.size} bytes in structs.py")
+    return library
 
 
 def cache_folder() -> Path:

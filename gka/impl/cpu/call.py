@@ -1,11 +1,11 @@
-"""From tensors to calls of the library: source/request.h as ctypes, and one function for each phase."""
+"""From tensors to calls of the library in source/request.h, one function for each phase."""
 
 import ctypes
 import functools
 import logging
 import math
 import os
-from ctypes import POINTER, addressof, c_float, c_int32, c_int64, c_void_p, pointer
+from collections.abc import Iterator
 from itertools import groupby
 
 import torch
@@ -13,31 +13,15 @@ import torch
 from gka.bandwidth import LOG_SIGMA_BOUND
 from gka.hiding import finished, finite
 from gka.impl.cpu.build import library
+from gka.impl.cpu.structs import NO_TENSOR, REQUEST, address, tensor
 from gka.masking import Mask
 from gka.request import GaussianRequest
 
 FORWARD, BACKWARD = range(2)
 PHASES = ("forward", "backward")
+NO_TENSORS = dict.fromkeys(REQUEST.tensors, NO_TENSOR)
 LOG = logging.getLogger("gka")
 _process = os.getpid()
-
-
-class Tensor(ctypes.Structure):
-    """GkaTensor: where the numbers are, and how far apart two sequences, tokens and heads."""
-
-    _fields_ = (("data", c_void_p), ("batch", c_int64), ("token", c_int64), ("head", c_int64))
-
-
-class Arguments(ctypes.Structure):
-    """GkaRequest; what a phase does not read stays 0."""
-
-    _fields_ = (
-        *((name, Tensor) for name in ("x", "keys", "values", "y", "grad_y", "dx", "dkeys", "dvalues", "rest")),
-        *((name, c_void_p) for name in ("log_sigma", "level", "largest", "dlog_sigma", "scratch")),
-        *((name, c_int64) for name in ("batch", "num_queries", "num_keys", "num_heads", "head_dim", "before", "after")),
-        *((name, c_float) for name in ("eps", "bound")),
-        *((name, c_int32) for name in ("own_keys", "own_values", "centred", "threads")),
-    )
 
 
 def forward(
@@ -45,29 +29,41 @@ def forward(
 ):
     """What `op.attend` returns, and the largest |x|^2 / sigma^2, a float."""
     options = before, after, centred, eps, differentiable
-    y, level, rest, largest = _forward(x, keys, values, log_sigma, lengths, *options)
-    if _hides(before, after) and not _is_finite(level if values is None and lengths is None else y):
+    y, row_state, residual, largest = _forward(x, keys, values, log_sigma, lengths, *options)
+    if _hides(before, after) and not _is_finite(row_state if values is None and lengths is None else y):
         request = _request(x, keys, values, log_sigma, lengths, before, after)
         clean, spoilt = finite(request)
         if spoilt is not None:
-            y, level, rest, largest = _forward(clean.x, clean.keys, clean.values, log_sigma, lengths, *options)
+            y, row_state, residual, largest = _forward(clean.x, clean.keys, clean.values, log_sigma, lengths, *options)
             y = finished(request, y, spoilt)
-    return y, level, rest, largest
+    return y, row_state, residual, largest
 
 
 def backward(
-    grad_y, x, keys, values, log_sigma, lengths, y, level, rest, before: int, after: int, centred: bool, eps: float
+    grad_y,
+    x,
+    keys,
+    values,
+    log_sigma,
+    lengths,
+    y,
+    row_state,
+    residual,
+    before: int,
+    after: int,
+    centred: bool,
+    eps: float,
 ):
     """(dx, dlog_sigma, dkeys, dvalues), the last two None if they are x's."""
     options = before, after, centred, eps
-    gradients = _backward(grad_y, x, keys, values, log_sigma, lengths, y, level, rest, *options)
+    gradients = _backward(grad_y, x, keys, values, log_sigma, lengths, y, row_state, residual, *options)
     if _hides(before, after) and not _is_finite(gradients[0]):
         clean, spoilt = finite(_request(x, keys, values, log_sigma, lengths, before, after))
         # Where a row is NaN and counts, so are the gradients of all that it sees.
         if spoilt is not None and not grad_y.masked_select(spoilt).any():
             y = y.masked_fill(spoilt, 0.0)
             features = clean.x, clean.keys, clean.values
-            gradients = _backward(grad_y, *features, log_sigma, lengths, y, level, rest, *options)
+            gradients = _backward(grad_y, *features, log_sigma, lengths, y, row_state, residual, *options)
     return gradients
 
 
@@ -90,43 +86,38 @@ def _request(x, keys, values, log_sigma, lengths, before: int, after: int) -> Ga
 
 
 def _forward(x, keys, values, log_sigma, lengths, before, after, centred, eps, differentiable):
-    y, level, rest = output_like(x, differentiable)
+    y, row_state, residual = output_like(x, differentiable)
     if lengths is not None:
         y.zero_()
-    largest = _call(
-        FORWARD, x, keys, values, log_sigma, lengths, before, after, level, y=_tensor(y), rest=_tensor(rest),
-        centred=centred, eps=eps,
-    )  # fmt: skip
-    return y, level, rest, largest
+    tensors = dict(y=y, residual=residual)
+    largest = _call(FORWARD, x, keys, values, log_sigma, lengths, before, after, centred, eps, row_state, tensors)
+    return y, row_state, residual, largest
 
 
-def _backward(grad_y, x, keys, values, log_sigma, lengths, y, level, rest, before, after, centred, eps):
-    grad_y, gradients = addressable(grad_y), gradients_like(x, keys, values, log_sigma)
-    dx, dlog_sigma, dkeys, dvalues = gradients
-    of_parts = dlog_sigma[None]
-    if lengths is not None:
-        of_parts = log_sigma.new_empty((max(1, len(x)), len(log_sigma)))
-        for t in gradients:
-            if t is not None:
-                t.zero_()
-    others = {name: _tensor(t) for name, t in (("dkeys", dkeys), ("dvalues", dvalues)) if t is not None}
-    _call(
-        BACKWARD, x, keys, values, log_sigma, lengths, before, after, level, of_parts, y=_tensor(y),
-        grad_y=_tensor(grad_y), rest=_tensor(rest), dx=_tensor(dx), centred=centred, eps=eps, **others,
-    )  # fmt: skip
-    if lengths is not None:
-        for part in of_parts[: len(_parts(x, keys, lengths))]:
-            dlog_sigma += part
+def _backward(grad_y, x, keys, values, log_sigma, lengths, y, row_state, residual, before, after, centred, eps):
+    gradients = dx, dlog_sigma, dkeys, dvalues = gradients_like(x, keys, values, log_sigma)
+    tensors = dict(y=y, residual=residual, grad_y=addressable(grad_y), dx=dx, dkeys=dkeys, dvalues=dvalues)
+    arguments = x, keys, values, log_sigma, lengths, before, after, centred, eps, row_state, tensors
+    if lengths is None:
+        _call(BACKWARD, *arguments, dlog_sigma)
+        return gradients
+    for gradient in gradients:
+        if gradient is not None:
+            gradient.zero_()
+    dlog_sigma_of_parts = log_sigma.new_empty((len(_rows_of_equal_length(x, keys, lengths)), len(log_sigma)))
+    _call(BACKWARD, *arguments, dlog_sigma_of_parts)
+    for part in dlog_sigma_of_parts:
+        dlog_sigma += part
     return gradients
 
 
-def _parts(x, keys, lengths):
-    """(first of neighbouring rows of equal length, how many, that length) of all rows that have tokens."""
-    parts, first, given = [], 0, lengths.tolist()
+def _rows_of_equal_length(x, keys, lengths) -> list[tuple[int, int, int]]:
+    """(first row, number of rows, length) of neighbours of equal length; rows without tokens are left out."""
+    parts, first, numbers = [], 0, lengths.tolist()
     most = (x if keys is None else keys).shape[1]
-    if not all(0 <= length <= most for length in given):  # graphs and transforms come here unchecked
-        raise ValueError(f"lengths must be from 0 to the number of keys, {most}, got {given}")
-    for length, members in groupby(given):
+    if not all(0 <= length <= most for length in numbers):  # graphs and transforms come here unchecked
+        raise ValueError(f"lengths must be from 0 to the number of keys, {most}, got {numbers}")
+    for length, members in groupby(numbers):
         rows = len(list(members))
         if length:
             parts.append((first, rows, length))
@@ -140,12 +131,12 @@ def addressable(t: torch.Tensor) -> torch.Tensor:
 
 
 def output_like(x, differentiable: bool):
-    """(y, level, rest) of `op.attend`, not yet written."""
+    """(y, row_state, residual) of `op.attend`, not yet written."""
     batch, length, heads, _ = x.shape
-    rest = x.new_empty(x.shape if differentiable and x.dtype == torch.bfloat16 else (0, 0, 0, 0))
+    residual = x.new_empty(x.shape if differentiable and x.dtype == torch.bfloat16 else (0, 0, 0, 0))
     single = x.dtype == torch.float32
     rows = (batch, heads, length, 2) if single else (batch, heads, length)
-    return x.new_empty(x.shape), x.new_empty(rows, dtype=torch.float64 if single else torch.float32), rest
+    return x.new_empty(x.shape), x.new_empty(rows, dtype=torch.float64 if single else torch.float32), residual
 
 
 def gradients_like(x, keys, values, log_sigma):
@@ -153,51 +144,59 @@ def gradients_like(x, keys, values, log_sigma):
     return tuple(None if t is None else t.new_empty(t.shape) for t in (x, log_sigma, keys, values))
 
 
-def _call(phase: int, x, keys, values, log_sigma, lengths, before, after, level, dlog_sigma=None, **fields) -> float:
-    """Run a phase, with lengths for each part of the batch; dlog_sigma has a row for each. Returns the largest
-    |x|^2 / sigma^2 of a forward pass.
+def _call(
+    phase: int, x, keys, values, log_sigma, lengths, before, after, centred, eps, row_state, tensors, dlog_sigma=None
+) -> float:
+    """Run a phase, with lengths for one part of the batch after another. Returns the largest |x|^2 / sigma^2 of a
+    forward pass.
+
+    tensors: those that the phase reads or writes beside x, keys and values. dlog_sigma: (H,), with lengths (parts, H).
     """
     scratch_size, kernel = _functions(x.dtype, phase)
     # An exported program comes here with the strides of today's tensors and the copies that its example needed.
     x, keys, values = (None if t is None else addressable(t) for t in (x, keys, values))
-    log_sigma, largest = log_sigma.contiguous(), c_float()
+    log_sigma = log_sigma.contiguous()
     batch, num_queries, num_heads, head_dim = x.shape
-    features = _tensor(x)
-    own_keys, own_values = keys is None, values is None
-    key_features = features if own_keys else _tensor(keys)
-    request = Arguments(
-        x=features, keys=key_features, values=key_features if own_values else _tensor(values), level=level.data_ptr(),
-        dlog_sigma=None if dlog_sigma is None else dlog_sigma.data_ptr(), largest=addressof(largest),
-        log_sigma=log_sigma.data_ptr(), batch=batch, num_queries=num_queries,
-        num_keys=num_queries if own_keys else keys.shape[1], num_heads=num_heads, head_dim=head_dim, before=before,
-        after=after, bound=LOG_SIGMA_BOUND, own_keys=own_keys, own_values=own_values, threads=num_threads(), **fields,
+    features = tensor(x)
+    key_features = features if keys is None else tensor(keys)
+    members = dict(
+        NO_TENSORS, x=features, keys=key_features, values=key_features if values is None else tensor(values),
+        log_sigma=log_sigma.data_ptr(), row_state=row_state.data_ptr(), dlog_sigma=address(dlog_sigma), batch=batch,
+        num_queries=num_queries, num_keys=num_queries if keys is None else keys.shape[1], num_heads=num_heads,
+        head_dim=head_dim, before=before, after=after, eps=eps, bound=LOG_SIGMA_BOUND, own_keys=keys is None,
+        own_values=values is None, centred=centred, threads=num_threads(),
     )  # fmt: skip
-    address, number, scratch = pointer(request), 0.0, None
-    for _ in (None,) if lengths is None else _each_part(request, _parts(x, keys, lengths), x.element_size(), level):
-        size = scratch_size(address, phase)
+    members |= {name: tensor(t) for name, t in tensors.items() if t is not None}
+    parts, largest, scratch = (members,), 0.0, None
+    if lengths is not None:
+        parts = _parts(members, _rows_of_equal_length(x, keys, lengths), x.element_size(), row_state)
+    for part in parts:
+        request = REQUEST.pack(part)
+        size = scratch_size(request, phase)
         if scratch is None or scratch.numel() < size:
             scratch = x.new_empty(size, dtype=torch.float32)
-            request.scratch = scratch.data_ptr()
-        kernel(address)
-        number = max(number, largest.value)
-    return number
+        largest = max(largest, kernel(request, scratch.data_ptr()) or 0.0)
+    return largest
 
 
-def _each_part(request: Arguments, parts, size: int, level):
-    """Make the request, of a whole batch with numbers of `size` bytes, that of each part in turn."""
-    given = (getattr(request, field[0]) for field in Arguments._fields_ if field[1] is Tensor)
-    starts = [(t, t.data, t.batch * size) for t in given if t.data]
-    of_query = level.element_size() * level.shape[1] * (2 if level.dim() == 4 else 1)
-    for first, rows, length in parts:
-        for t, start, step in starts:
-            t.data = start + first * step
-        request.batch, request.num_keys = rows, length
-        if request.own_keys:
-            request.num_queries = length
-        yield
-        request.level += rows * request.num_queries * of_query  # one part after another
-        if request.dlog_sigma:
-            request.dlog_sigma += request.num_heads * ctypes.sizeof(c_float)
+def _parts(members: dict, rows_of_equal_length, size: int, row_state) -> Iterator[dict]:
+    """The members for each part of a batch whose numbers have `size` bytes; the states of its queries follow one
+    another.
+    """
+    of_query = row_state.element_size() * row_state.shape[1] * (2 if row_state.dim() == 4 else 1)
+    states, dlog_sigma = members["row_state"], members["dlog_sigma"]
+    for first, rows, length in rows_of_equal_length:
+        part = members | dict(batch=rows, num_keys=length, row_state=states, dlog_sigma=dlog_sigma)
+        for name in NO_TENSORS:
+            data, batch_stride, *strides = members[name]
+            if data:
+                part[name] = (data + first * batch_stride * size, batch_stride, *strides)
+        if members["own_keys"]:
+            part["num_queries"] = length
+        yield part
+        states += rows * part["num_queries"] * of_query
+        if dlog_sigma:
+            dlog_sigma += members["num_heads"] * ctypes.sizeof(ctypes.c_float)
 
 
 def has_bfloat16() -> bool:
@@ -228,13 +227,9 @@ def _functions(dtype: torch.dtype, phase: int):
         raise RuntimeError("the CPU kernel needs AMX or AVX512-BF16 for bfloat16 features; convert them to float32")
     suffix = str(dtype).removeprefix("torch.")
     size, kernel = (getattr(library(), f"gka_{name}_{suffix}") for name in ("scratch", PHASES[phase]))
-    size.argtypes, size.restype = (POINTER(Arguments), c_int32), c_int64
-    kernel.argtypes, kernel.restype = (POINTER(Arguments),), None
+    size.argtypes, size.restype = (ctypes.c_char_p, ctypes.c_int32), ctypes.c_int64
+    kernel.argtypes, kernel.restype = (ctypes.c_char_p, ctypes.c_void_p), (ctypes.c_float, None)[phase]
     return size, kernel
-
-
-def _tensor(t: torch.Tensor) -> Tensor:
-    return Tensor(t.data_ptr(), *t.stride()[:3])
 
 
 def num_threads() -> int:

@@ -5,7 +5,6 @@ One call is short, tens of microseconds, so outside torch.compile and other mode
 
 import ctypes
 import functools
-import struct
 from collections.abc import Sequence
 from ctypes import c_int64
 
@@ -15,9 +14,9 @@ from gka.bandwidth import LOG_SIGMA_BOUND
 from gka.impl.cpu.build import library
 from gka.impl.cpu.call import addressable, num_threads
 from gka.impl.cpu.registering import is_plain, operator
+from gka.impl.cpu.structs import DECODE, address, tensor
 
 DTYPES = (torch.float32, torch.bfloat16)
-REQUEST = struct.Struct("33q2d")  # GkaDecode
 NORM_EPS = torch.finfo(torch.float32).eps  # of F.rms_norm, whatever the features are
 
 
@@ -53,22 +52,22 @@ def _call(
     cos, sin, scales, log_sigma = (None if t is None else t.contiguous() for t in (cos, sin, channel_scales, log_sigma))
     y = x.new_empty(x.shape)
     batch, num_queries, num_heads, head_dim = x.shape
-    source = values if keys is None else keys
-    tables = [0 if t is None else t.data_ptr() for t in (cos, sin, scales)]
-    numbers = [(c_int64 * len(given))(*given) if given else None for given in (lengths, key_delays, value_delays)]
-    request = REQUEST.pack(
-        x.data_ptr(), *x.stride()[:3], source.data_ptr(), *source.stride()[:3], values.data_ptr(),
-        *values.stride()[:3], y.data_ptr(), *y.stride()[:3], *tables, *map(_address, numbers), log_sigma.data_ptr(),
-        batch, num_queries, values.shape[1], num_heads, head_dim, before, after, x.dtype == torch.bfloat16,
-        cos is not None and cos.dtype == torch.bfloat16, num_threads(), LOG_SIGMA_BOUND, NORM_EPS,
+    arrays = [
+        (c_int64 * len(numbers))(*numbers) if numbers else None for numbers in (lengths, key_delays, value_delays)
+    ]
+    of_lengths, of_key_delays, of_value_delays = (0 if array is None else ctypes.addressof(array) for array in arrays)
+    members = dict(
+        x=tensor(x), keys=tensor(values if keys is None else keys), values=tensor(values), y=tensor(y),
+        cos=address(cos), sin=address(sin), channel_scales=address(scales), lengths=of_lengths,
+        key_delays=of_key_delays, value_delays=of_value_delays, log_sigma=log_sigma.data_ptr(), batch=batch,
+        num_queries=num_queries, num_keys=values.shape[1], num_heads=num_heads, head_dim=head_dim, before=before,
+        after=after, half=x.dtype == torch.bfloat16, half_tables=cos is not None and cos.dtype == torch.bfloat16,
+        threads=num_threads(), bound=LOG_SIGMA_BOUND, eps=NORM_EPS,
     )  # fmt: skip
+    request = DECODE.pack(members)
     scratch = log_sigma.new_empty(scratch_size(request))
     kernel(request, scratch.data_ptr())
     return y
-
-
-def _address(numbers) -> int:
-    return 0 if numbers is None else ctypes.addressof(numbers)
 
 
 @functools.cache

@@ -135,14 +135,16 @@ def attend(
     eps: float,
     differentiable: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(y, level, rest): y (B, Tq, H, D); what the backward pass needs of each row (B, H, Tq); in bfloat16, if
+    """(y, row_state, residual): y (B, Tq, H, D); what the backward pass needs of each row (B, H, Tq); in bfloat16, if
     differentiable, what rounding took from y, else nothing.
 
     keys None: x. values None: the keys. lengths: (B,) tokens of each row, None: all. before, after: how far a query
     looks, -1 without limit. centred: subtract the mean of the keys first.
     """
-    y, level, rest, _ = call.forward(x, keys, values, log_sigma, lengths, before, after, centred, eps, differentiable)
-    return y, level, rest
+    y, row_state, residual, _ = call.forward(
+        x, keys, values, log_sigma, lengths, before, after, centred, eps, differentiable
+    )
+    return y, row_state, residual
 
 
 @torch.library.register_fake(attend)
@@ -159,8 +161,8 @@ def attend_backward(
     log_sigma: torch.Tensor,
     lengths: torch.Tensor | None,
     y: torch.Tensor,
-    level: torch.Tensor,
-    rest: torch.Tensor,
+    row_state: torch.Tensor,
+    residual: torch.Tensor,
     before: int,
     after: int,
     centred: bool,
@@ -168,11 +170,13 @@ def attend_backward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """(dx, dlog_sigma, dkeys, dvalues), the last two empty if they are x's. A list could not be batched."""
     options = (before, after, centred, eps)
-    return _without_none(x, call.backward(grad_y, x, keys, values, log_sigma, lengths, y, level, rest, *options))
+    return _without_none(
+        x, call.backward(grad_y, x, keys, values, log_sigma, lengths, y, row_state, residual, *options)
+    )
 
 
 @torch.library.register_fake(attend_backward)
-def _(grad_y, x, keys, values, log_sigma, lengths, y, level, rest, before, after, centred, eps):
+def _(grad_y, x, keys, values, log_sigma, lengths, y, row_state, residual, before, after, centred, eps):
     return _without_none(x, call.gradients_like(x, keys, values, log_sigma))
 
 
@@ -182,10 +186,10 @@ def _without_none(x, gradients):
 
 def _save(ctx, inputs, output):
     x, keys, values, log_sigma, lengths, *options, _ = inputs
-    y, level, rest, *_ = output
+    y, row_state, residual, *_ = output
     ctx.set_materialize_grads(False)
-    ctx.mark_non_differentiable(level, rest)
-    ctx.save_for_backward(x, keys, values, log_sigma, lengths, y, level, rest)
+    ctx.mark_non_differentiable(row_state, residual)
+    ctx.save_for_backward(x, keys, values, log_sigma, lengths, y, row_state, residual)
     ctx.options = options  # before, after, centred, eps
 
 

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch
 
 PLAIN = (torch.Tensor, torch.nn.Parameter)
-REVISION = 4  # part of the operators' names: torch keeps compiled programs, and finds them again by names and arguments
+REVISION = 5  # part of the operators' names: torch keeps compiled programs, and finds them again by names and arguments
 
 
 def is_plain(*tensors: torch.Tensor | None) -> bool:
@@ -19,7 +19,7 @@ def is_plain(*tensors: torch.Tensor | None) -> bool:
 
 
 def operator(name: str) -> Callable:
-    """Register a function as operator gka::name_v4, for CPU tensors: torch.library.custom_op without its checks, which
+    """Register a function as operator gka::name_vN, for CPU tensors: torch.library.custom_op without its checks, which
     take as long as a small kernel.
 
     Whoever changes what an operator takes or gives back raises `REVISION`: a program that was compiled before would go

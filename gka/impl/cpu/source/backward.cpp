@@ -222,18 +222,18 @@ int64_t gka::backward_scratch(const GkaRequest& q) {
   return plan.slots * slot_size_of<Backward>(q, plan) + round_up(2 * plan.tasks(), 16);
 }
 
-void gka_backward_float32(const GkaRequest* request) {
+void gka_backward_float32(const GkaRequest* request, float* scratch) {
   const GkaRequest& q = *request;
-  if (sees_few(q)) return backward_of_few(q);
+  if (sees_few(q)) return backward_of_few(q, scratch);
   const Plan plan(q, !q.own_keys);
   const int64_t slot_size = slot_size_of<Backward>(q, plan);
-  double* partial = reinterpret_cast<double*>(q.scratch + plan.slots * slot_size);
-  auto run = [&](const GkaRequest& q, const Plan& plan, int64_t index, int64_t part, float* scratch) {
-    run_part(q, plan, index, part, scratch);
-    Arena arena{scratch};
+  double* partial = reinterpret_cast<double*>(scratch + plan.slots * slot_size);
+  auto run = [&](const GkaRequest& q, const Plan& plan, int64_t index, int64_t part, float* slot) {
+    run_part(q, plan, index, part, slot);
+    Arena arena{slot};
     partial[index * plan.parts + part] = *Backward(q, plan, arena).dlog_sigma;
   };
-  in_parallel(q, plan, slot_size, std::max(q.num_queries, q.num_keys), run, finish);
+  in_parallel(q, plan, scratch, slot_size, std::max(q.num_queries, q.num_keys), run, finish);
   for (int64_t h = 0; h < q.num_heads; h++) {
     double sum = 0.0;
     for (int64_t task = 0; task < plan.tasks(); task++)

@@ -45,7 +45,7 @@ struct Backward : Head {
 
   void fill_gradients(const GkaRequest& q, int64_t index) {
     const Source from(q.grad_y, q, index), y(q.y, q, index);
-    const GkaRow* kept = static_cast<const GkaRow*>(q.level) + index * q.num_queries;
+    const GkaRow* kept = static_cast<const GkaRow*>(q.row_state) + index * q.num_queries;
     const bool shifted = mean && own_values;
     for (int64_t i = 0; i < query.count; i++) {
       if (i + AHEAD < query.count) prefetch(from.row(i + AHEAD), head_dim), prefetch(y.row(i + AHEAD), head_dim);

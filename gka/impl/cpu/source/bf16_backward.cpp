@@ -62,7 +62,7 @@ struct Backward {
     if (!own_keys) key.copy(HalfSource(q.keys, q, index)), key.reorder(true);
     if (!q.own_values) value.copy(HalfSource(q.values, q, index)), value.reorder(false);
     key.half_norms(float(inverse * LOG2_E), key_term);
-    const float* level = static_cast<const float*>(q.level) + index * q.num_queries;
+    const float* level = static_cast<const float*>(q.row_state) + index * q.num_queries;
     std::fill(even, even + x.padded, 0.0f);
     if (!own_keys) {
       std::copy(level, level + x.count, query_term);
@@ -76,12 +76,12 @@ struct Backward {
   }
 
   void fill_gradients(const GkaRequest& q, int64_t index, const float* level) {
-    const HalfSource from(q.grad_y, q, index), y(q.y, q, index), rest(q.rest, q, index);
+    const HalfSource from(q.grad_y, q, index), y(q.y, q, index), residual(q.residual, q, index);
     grad.copy(from);
     std::fill(delta, delta + x.padded, 0.0f);
     for (int64_t i = 0; i < x.count; i++) {
       if (i + AHEAD < x.count) prefetch(y.row(i + AHEAD), q.head_dim);
-      if (q.rest.data && i + AHEAD < x.count) prefetch(rest.row(i + AHEAD), q.head_dim);
+      if (q.residual.data && i + AHEAD < x.count) prefetch(residual.row(i + AHEAD), q.head_dim);
       const __m512 share = _mm512_set1_ps(own_keys ? 1.0f / level[i] : 1.0f);
       __m512 sum = _mm512_setzero_ps();
       for (int64_t d = 0; d < q.head_dim; d += UNIT) {
@@ -90,7 +90,7 @@ struct Backward {
         _mm256_storeu_si256(reinterpret_cast<__m256i*>(row), g);
         const int64_t left = q.head_dim - d;
         __m512 mixed = load_half(y.row(i) + d, left);
-        if (q.rest.data) mixed = _mm512_add_ps(mixed, load_half(rest.row(i) + d, left));
+        if (q.residual.data) mixed = _mm512_add_ps(mixed, load_half(residual.row(i) + d, left));
         sum = _mm512_fmadd_ps(widen(g), mixed, sum);
       }
       delta[i] = _mm512_reduce_add_ps(sum);
@@ -249,15 +249,15 @@ int64_t backward_scratch_bfloat16(const GkaRequest& q) {
 }
 }  // namespace gka
 
-void gka_backward_bfloat16(const GkaRequest* request) {
+void gka_backward_bfloat16(const GkaRequest* request, float* scratch) {
   const GkaRequest& q = *request;
   const Plan plan(q);
   const int64_t slot_size = slot_size_of<Backward>(q, plan), stripes = stripes_of(q);
   const int64_t of_queries = stripes_of(q.num_queries);
-  double* moments = reinterpret_cast<double*>(q.scratch + plan.slots * slot_size);  // (B, H, stripes)
-  auto run = [&](const GkaRequest& q, const Plan& plan, int64_t index, int64_t part, float* scratch) {
+  double* moments = reinterpret_cast<double*>(scratch + plan.slots * slot_size);  // (B, H, stripes)
+  auto run = [&](const GkaRequest& q, const Plan& plan, int64_t index, int64_t part, float* slot) {
     TileState tiles;
-    Arena arena{scratch};
+    Arena arena{slot};
     Backward head(q, plan, arena);
     head.fill(q, index);
     for (int64_t stripe = part; stripe < stripes; stripe += plan.parts) {
@@ -270,7 +270,7 @@ void gka_backward_bfloat16(const GkaRequest* request) {
       moments[index * stripes + stripe] = head.moment;
     }
   };
-  in_parallel(q, plan, slot_size, 0, run, [](auto&&...) {});
+  in_parallel(q, plan, scratch, slot_size, 0, run, [](auto&&...) {});
   for (int64_t h = 0; h < q.num_heads; h++) {
     double sum = 0.0;
     for (int64_t i = 0; i < plan.heads * stripes; i++)

@@ -132,19 +132,20 @@ struct Forward {
 
   // y and level of a stripe.
   void write(const GkaRequest& q, int64_t index, int64_t row) const {
-    const HalfSource y(q.y, q, index), rest(q.rest, q, index);
+    const HalfSource y(q.y, q, index), residual(q.residual, q, index);
     for (int64_t i = row; i < std::min(row + STRIPE, x.count); i++) {
       if (i + AHEAD < x.count) prefetch<true>(y.row(i + AHEAD), q.head_dim);
-      if (q.rest.data && i + AHEAD < x.count) prefetch<true>(rest.row(i + AHEAD), q.head_dim);
+      if (q.residual.data && i + AHEAD < x.count) prefetch<true>(residual.row(i + AHEAD), q.head_dim);
       const float* from = mixed + (i - row) * x.outputs * UNIT;
       const float total = from[q.head_dim] + (own_keys ? q.eps : 0.0f);
       const __m512 share = _mm512_set1_ps(1.0f / total);
       for (int64_t d = 0; d < q.head_dim; d += UNIT) {
         const __m512 exact = _mm512_mul_ps(_mm512_load_ps(from + d), share);
         store_half(y.row(i) + d, q.head_dim - d, exact);
-        if (q.rest.data) store_half(rest.row(i) + d, q.head_dim - d, _mm512_sub_ps(exact, widen(narrow(exact))));
+        const __m512 lost = _mm512_sub_ps(exact, widen(narrow(exact)));
+        if (q.residual.data) store_half(residual.row(i) + d, q.head_dim - d, lost);
       }
-      static_cast<float*>(q.level)[index * q.num_queries + i] = own_keys ? total : query_term[i] + std::log2(total);
+      static_cast<float*>(q.row_state)[index * q.num_queries + i] = own_keys ? total : query_term[i] + std::log2(total);
     }
   }
 };
@@ -158,13 +159,13 @@ int64_t forward_scratch_bfloat16(const GkaRequest& q) {
 }
 }  // namespace gka
 
-void gka_forward_bfloat16(const GkaRequest* request) {
+float gka_forward_bfloat16(const GkaRequest* request, float* scratch) {
   const GkaRequest& q = *request;
   const Plan plan(q);
   float largest = 0.0f;
-  auto run = [&](const GkaRequest& q, const Plan& plan, int64_t index, int64_t part, float* scratch) {
+  auto run = [&](const GkaRequest& q, const Plan& plan, int64_t index, int64_t part, float* slot) {
     TileState tiles;
-    Arena arena{scratch};
+    Arena arena{slot};
     Forward head(q, plan, arena);
     head.fill(q, index);
     for (int64_t row = part * STRIPE; row < head.x.padded; row += plan.parts * STRIPE) {
@@ -174,8 +175,8 @@ void gka_forward_bfloat16(const GkaRequest* request) {
 #pragma omp critical(gka_largest)
     largest = std::max(largest, head.largest);
   };
-  in_parallel(q, plan, slot_size_of<Forward>(q, plan), 0, run, [](auto&&...) {});
-  *q.largest = largest;
+  in_parallel(q, plan, scratch, slot_size_of<Forward>(q, plan), 0, run, [](auto&&...) {});
+  return largest;
 }
 
 BF16_END

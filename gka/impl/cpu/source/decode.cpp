@@ -267,6 +267,8 @@ void decode(const GkaDecode& q, float* scratch) {
 
 }  // namespace
 
+int64_t gka_size_of_GkaDecode() { return sizeof(GkaDecode); }
+
 int64_t gka_decode_scratch(const GkaDecode* request) { return Parts(*request, nullptr).scratch(); }
 
 void gka_decode(const GkaDecode* request, float* scratch) {

@@ -14,19 +14,18 @@ struct FewHead {
   Reach reach;
   double inverse;  // 1 / sigma^2
   int64_t index;
+  double* scratch;
 
-  FewHead(const GkaRequest& q, int64_t index)
+  FewHead(const GkaRequest& q, int64_t index, double* scratch)
       : q(q), x(q.x, q, index), keys(q.keys, q, index), values(q.values, q, index), reach(q),
-        inverse(inverse_variance(q, index)), index(index) {}
+        inverse(inverse_variance(q, index)), index(index), scratch(scratch) {}
   Range seen(int64_t query) const {
     const int64_t at = query + reach.shift;
     return Range{at - reach.before, at + reach.after + 1}.within({0, q.num_keys});
   }
-  GkaRow& kept(int64_t query) const { return static_cast<GkaRow*>(q.level)[index * q.num_queries + query]; }
-  // What the backward pass keeps of a query: W and M of the keys that it sees.
-  double* weights(int64_t query) const {
-    return reinterpret_cast<double*>(q.scratch) + (index * q.num_queries + query) * 2 * FEW;
-  }
+  GkaRow& state(int64_t query) const { return static_cast<GkaRow*>(q.row_state)[index * q.num_queries + query]; }
+  // Backward: W and M of the keys that a query sees.
+  double* weights(int64_t query) const { return scratch + (index * q.num_queries + query) * 2 * FEW; }
   double* pulls(int64_t query) const { return weights(query) + FEW; }
 };
 
@@ -65,7 +64,7 @@ void forward(const FewHead& head, int64_t query) {
   const double total = row.sum + (q.own_keys ? double(q.eps) : 0.0);
   for (int64_t d = 0; d < q.head_dim; d++) mixed[d] /= total;
   write(mixed, Source(q.y, q, head.index).writable(query), q.head_dim);
-  head.kept(query) = {q.own_keys ? total : row.top * LOG2_E, 0.0};  // nothing cancels here, nothing is centred
+  head.state(query) = {q.own_keys ? total : row.top * LOG2_E, 0.0};  // nothing cancels here, nothing is centred
 }
 
 // W and M of a query. Returns its sum of M times exponents.
@@ -73,7 +72,7 @@ double pull(const FewHead& head, int64_t query) {
   const GkaRequest& q = head.q;
   const Row row(head, query);
   const float* gradient = Source(q.grad_y, q, head.index).row(query);
-  const double total = q.own_keys ? head.kept(query).level : row.sum;
+  const double total = q.own_keys ? head.state(query).level : row.sum;
   double *w = head.weights(query), *m = head.pulls(query), delta = 0.0, moment = 0.0;
   const int64_t count = row.seen.end - row.seen.begin;
   for (int64_t j = 0; j < count; j++) {
@@ -117,37 +116,38 @@ void differentiate(const FewHead& head, int64_t token) {
 
 // Call work(head, token, task) for all tokens of all heads, a task of several at a time.
 template <typename Work>
-void each_token(const GkaRequest& q, int64_t tokens, Work work) {
+void each_token(const GkaRequest& q, int64_t tokens, double* scratch, Work work) {
   const int64_t pieces = (tokens + PIECE - 1) / PIECE, tasks = q.batch * q.num_heads * pieces;
 #pragma omp parallel for schedule(static) num_threads(std::max<int64_t>(1, std::min<int64_t>(q.threads, tasks)))
   for (int64_t task = 0; task < tasks; task++) {
-    const FewHead head(q, task / pieces);
+    const FewHead head(q, task / pieces, scratch);
     const int64_t begin = task % pieces * PIECE;
     for (int64_t token = begin; token < std::min(begin + PIECE, tokens); token++) work(head, token, task);
   }
 }
 
 int64_t tasks_of(const GkaRequest& q) { return q.batch * q.num_heads * ((q.num_queries + PIECE - 1) / PIECE); }
-int64_t kept(const GkaRequest& q) { return q.batch * q.num_heads * q.num_queries * 2 * FEW; }
+int64_t numbers_of_weights(const GkaRequest& q) { return q.batch * q.num_heads * q.num_queries * 2 * FEW; }
 
 }  // namespace
 
 int64_t gka::few_scratch(const GkaRequest& q, int32_t phase) {
-  return phase == GKA_FORWARD ? 0 : 2 * (kept(q) + tasks_of(q));
+  return phase == GKA_FORWARD ? 0 : 2 * (numbers_of_weights(q) + tasks_of(q));
 }
 
-void gka::forward_of_few(const GkaRequest& q) {
-  each_token(q, q.num_queries, [](const FewHead& head, int64_t query, int64_t) { forward(head, query); });
-  *q.largest = 0.0f;  // nothing is lost: there is no expansion
+float gka::forward_of_few(const GkaRequest& q) {
+  each_token(q, q.num_queries, nullptr, [](const FewHead& head, int64_t query, int64_t) { forward(head, query); });
+  return 0.0f;  // of |x|^2 / sigma^2, which is not expanded here: nothing is lost
 }
 
-void gka::backward_of_few(const GkaRequest& q) {
-  double* moments = reinterpret_cast<double*>(q.scratch) + kept(q);
+void gka::backward_of_few(const GkaRequest& q, float* scratch) {
+  double* const weights = reinterpret_cast<double*>(scratch);
+  double* const moments = weights + numbers_of_weights(q);
   std::fill(moments, moments + tasks_of(q), 0.0);
-  each_token(q, q.num_queries, [&](const FewHead& head, int64_t query, int64_t task) {
+  each_token(q, q.num_queries, weights, [&](const FewHead& head, int64_t query, int64_t task) {
     moments[task] += pull(head, query);
   });
-  each_token(q, std::max(q.num_queries, q.num_keys), [](const FewHead& head, int64_t token, int64_t) {
+  each_token(q, std::max(q.num_queries, q.num_keys), weights, [](const FewHead& head, int64_t token, int64_t) {
     differentiate(head, token);
   });
   const int64_t pieces = (q.num_queries + PIECE - 1) / PIECE;

@@ -23,7 +23,7 @@ inline bool sees_few(const GkaRequest& q) {
 }
 
 int64_t few_scratch(const GkaRequest& q, int32_t phase);
-void forward_of_few(const GkaRequest& q);
-void backward_of_few(const GkaRequest& q);
+float forward_of_few(const GkaRequest& q);
+void backward_of_few(const GkaRequest& q, float* scratch);
 
 }  // namespace gka

@@ -151,7 +151,7 @@ float finish(const GkaRequest& q, const Plan& plan, int64_t index, Range queries
   Arena arena{scratch};
   const Forward head(q, plan, arena);
   float largest = 0.0f;
-  GkaRow* rows = static_cast<GkaRow*>(q.level) + index * q.num_queries;
+  GkaRow* rows = static_cast<GkaRow*>(q.row_state) + index * q.num_queries;
   const Source to(q.y, q, index);
   for (int64_t i = queries.begin; i < queries.end; i++) {
     if (i + AHEAD < queries.end) prefetch<true>(to.row(i + AHEAD), q.head_dim);
@@ -187,18 +187,20 @@ int64_t gka::forward_scratch(const GkaRequest& q) {
   return plan.slots * slot_size_of<Forward>(q, plan);
 }
 
-void gka_forward_float32(const GkaRequest* request) {
+float gka_forward_float32(const GkaRequest* request, float* scratch) {
   const GkaRequest& q = *request;
   if (gka::sees_few(q)) return gka::forward_of_few(q);
   const Plan plan(q);
   float largest = 0.0f;
-  in_parallel(q, plan, slot_size_of<Forward>(q, plan), q.num_queries, run_part, [&](auto&&... arguments) {
+  in_parallel(q, plan, scratch, slot_size_of<Forward>(q, plan), q.num_queries, run_part, [&](auto&&... arguments) {
     const float found = finish(arguments...);
 #pragma omp critical(gka_largest)
     largest = std::max(largest, found);
   });
-  *q.largest = largest;
+  return largest;
 }
+
+int64_t gka_size_of_GkaRequest() { return sizeof(GkaRequest); }
 
 int64_t gka_scratch_float32(const GkaRequest* request, int32_t phase) {
   if (gka::sees_few(*request)) return gka::few_scratch(*request, phase);

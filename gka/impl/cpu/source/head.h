@@ -266,8 +266,8 @@ inline void each_block(const Plan& plan, const Head& head, int64_t part, Work wo
 // Run the parts of all heads, run(q, plan, head, part, slot), and finish(q, plan, head, tokens, slot, slot_size) every
 // head when all of its parts are done. What is computed depends on the plan alone, not on who computes it.
 template <typename Run, typename Finish>
-inline void in_parallel(const GkaRequest& q, const Plan& plan, int64_t slot_size, int64_t tokens, Run run,
-                        Finish finish) {
+inline void in_parallel(const GkaRequest& q, const Plan& plan, float* scratch, int64_t slot_size, int64_t tokens,
+                        Run run, Finish finish) {
   constexpr int64_t PIECE = 64;
   const int64_t pieces = (tokens + PIECE - 1) / PIECE, parts = plan.parts;
 #pragma omp parallel num_threads(std::min<int64_t>(q.threads, plan.tasks()))
@@ -275,7 +275,7 @@ inline void in_parallel(const GkaRequest& q, const Plan& plan, int64_t slot_size
     FlushDenormals flush;
 #pragma omp for schedule(dynamic, 1)
     for (int64_t task = 0; task < plan.tasks(); task++) {
-      float* slot = q.scratch + (parts > 1 ? task : omp_get_thread_num()) * slot_size;
+      float* slot = scratch + (parts > 1 ? task : omp_get_thread_num()) * slot_size;
       run(q, plan, task / parts, task % parts, slot);
       if (parts == 1) finish(q, plan, task, Range{0, tokens}, slot, slot_size);
     }
@@ -284,7 +284,7 @@ inline void in_parallel(const GkaRequest& q, const Plan& plan, int64_t slot_size
       for (int64_t i = 0; i < plan.heads * pieces; i++) {
         const int64_t head = i / pieces, begin = i % pieces * PIECE;
         Range piece{begin, std::min(begin + PIECE, tokens)};
-        finish(q, plan, head, piece, q.scratch + head * parts * slot_size, slot_size);
+        finish(q, plan, head, piece, scratch + head * parts * slot_size, slot_size);
       }
     }
   }
