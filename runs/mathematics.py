@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from gka import gaussian_attention, gaussian_weights
-from runs.figures import BLUE, GREY, VERMILION, legend, look, panels, save
 from runs.frames import RESULTS
+from runs.looks import BLUE, GREY, VERMILION, legend, look, panels, save
 from trainkit_gka.cli import run
 from trainkit_gka.plots import Figure
 from trainkit_gka.progress import console

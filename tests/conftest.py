@@ -120,12 +120,3 @@ def no_compiler():
     torch._dynamo.reset()  # what is compiled needs no compiler
     with config.patch({"cpp.cxx": (None, "no-such-compiler")}):
         yield
-
-
-@pytest.fixture(scope="module")  # Playwright keeps an event loop running in its thread, which other tests must not meet
-def browser():
-    """A headless Chromium; see `tests/support/browser.py`."""
-    import browser as support
-
-    with support.launch() as chromium:
-        yield chromium

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from runs.figures import legend, look, panels, save
+from runs.looks import legend, look, panels, save
 from trainkit_gka.plots import shades
 from trainkit_gka.progress import read_events
 

@@ -8,10 +8,11 @@ import json
 from pathlib import Path
 from typing import Any
 
-from runs.paper.cells import HEADINGS
-from runs.table import NOT_RUN, Row, Table
+from gka.kinds import KINDS
 
 TABLES: dict[str, dict[str, Any]] = json.loads(Path(__file__).with_name("published.json").read_text())["tables"]
+SIZE_NAMES = {"ti": "tiny", "s": "small", "b": "base"}
+PAPER_NAMES = {"softmax": "DeiT"} | {name: kind.label for name, kind in KINDS.items() if name != "softmax"}
 
 
 def rows(table: str) -> dict[str, dict[str, str]]:
@@ -22,21 +23,6 @@ def rows(table: str) -> dict[str, dict[str, str]]:
 def notes(table: str) -> list[str]:
     """What a reader of the table has to know: contradictions, and what a figure is of."""
     return TABLES[table]["notes"]
-
-
-def table(name: str, rows: list[Row], remarks: Row, commands: Row, about: str = "Model", words: int = 2) -> Table:
-    """A published table beside ours, with its own title and notes.
-
-    rows: model or method, measure, paper, ours, difference. commands: those that fill what was not run. about: heading
-    of the first column.
-    """
-    published = TABLES[name]
-    notes = [" ".join([*published["notes"], *remarks])]
-    if commands:
-        filled_by = ", ".join(f"`{command}`" for command in dict.fromkeys(commands))
-        notes.append(f'Cells with "{NOT_RUN}" are filled by {filled_by}.')
-    title = f"Table {published['number']} of the paper, beside ours. {published['caption']}"
-    return Table.of([about, *HEADINGS], rows, title=title, notes=notes, words=words, label=published["label"])
 
 
 # The language models, with the names that the trainer's records use; parameters as "896M".

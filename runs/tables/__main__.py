@@ -15,19 +15,14 @@ from runs.pages import ROOT
 from runs.table import NOT_RUN, Table
 from runs.tables import (
     benchmarks,
-    core,
-    demo,
     errors,
-    examples,
     machine,
-    models,
-    serves,
+    paper,
     speed,
 )
 from trainkit_gka.cli import UserError, run
 
 PAGES = (
-    "gka/README.md",
     "docs/accuracy.md",
     "gka/impl/triton/README.md",
     "deit_gka/README.md",
@@ -35,20 +30,15 @@ PAGES = (
     "runs/results/TABLES.md",
 )
 TABLES: dict[str, Callable[[], list[Table]]] = {
-    "demo": demo.language,
-    "vision": demo.vision,
     "speed": machine.one_machine,
     "gpus": machine.gpus,
-    "sizes": models.sizes,
-    "serves": serves.serves,
     "operator": speed.operator,
     "models": speed.models,
     "training": speed.training,
     "decode": benchmarks.decode,
     "errors": errors.errors,
     "cpu-errors": errors.cpu_errors,
-    "core": core.core,
-    "text-classifier": examples.text_classifier,
+    **paper.TABLES,
 }
 BLOCK = re.compile(r"<!-- table:(\S+) -->\n(?:.*?\n)??<!-- /table -->", re.DOTALL)
 

@@ -4,16 +4,16 @@ import pytest
 
 from deit_gka.figures.sheet import HYBRID
 from gka.kinds import KINDS
-from runs import figures, mathematics
+from runs import looks, mathematics
 
 
 def test_forms_have_looks_of_the_palette():
-    assert {look.colour for look in figures.LOOKS.values()} <= set(figures.PALETTE)
+    assert {look.colour for look in looks.LOOKS.values()} <= set(looks.PALETTE)
 
 
 def test_pictures_of_models_have_the_forms_colours():
-    assert all(figures.look(kind.label).colour == kind.colour for kind in KINDS.values())
-    assert figures.look("GGGA").colour == HYBRID
+    assert all(looks.look(kind.label).colour == kind.colour for kind in KINDS.values())
+    assert looks.look("GGGA").colour == HYBRID
 
 
 def test_pictures_of_the_mathematics_show_what_the_page_proves(tmp_path):

@@ -1,1 +1,0 @@
-"""The paper's tables and claims beside what the code counts and what was measured."""

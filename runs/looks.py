@@ -1,0 +1,109 @@
+"""How all pictures of runs/ look: a colour, marker and line for each form of attention, and what their axes share.
+
+Heads and layers have another palette, `trainkit_gka.plots.shades`.
+"""
+
+import itertools
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from gka.kinds import KINDS
+from trainkit_gka.plots import BLACK, BLUE, GREEN, GREY, ORANGE, PURPLE, SKY, VERMILION, subplots
+
+PALETTE = (BLUE, VERMILION, GREEN, PURPLE, ORANGE, SKY, GREY, BLACK)  # in the order in which other things take them
+WIDTH = 8.5  # inches: a page shows them at nearly their own size
+DPI = 120
+
+
+@dataclass(frozen=True)
+class Look:
+    """How a form is drawn. Relatives share a colour and differ in marker and line."""
+
+    colour: str
+    marker: str = "o"
+    line: str = "-"
+
+    def __call__(self, label: str, **changed: Any) -> dict[str, Any]:
+        """The arguments of matplotlib's plot and errorbar."""
+        own = {"color": self.colour, "marker": self.marker, "linestyle": self.line, "label": label}
+        return own | {"markersize": 5, "linewidth": 1.3} | changed
+
+
+OPEN = (0, (4, 2))  # dashes
+LOOKS = {
+    **{kind.label: Look(kind.colour) for kind in KINDS.values()},
+    "softmax without VE": Look(BLACK, "v", OPEN),
+    "softmax + VE": Look(BLACK, "^", OPEN),
+    "softmax + offsets": Look(SKY, "s"),
+    "softmax + offsets without VE": Look(SKY, "v", OPEN),
+    "softmax + offsets + VE": Look(SKY, "^", OPEN),
+    "VLT + offsets": Look(PURPLE, "s"),
+    "GKA unrotated": Look(VERMILION, "v", OPEN),
+    "GKA + offsets": Look(ORANGE, "s"),
+    "GKA + offsets rotated": Look(ORANGE, "v", OPEN),
+    "GKA + offsets + half VE": Look(GREEN, "D"),
+    "GKA + offsets + VE": Look(GREEN, "^", OPEN),
+    "GGGA": Look(BLUE),
+    "GGGA + offsets": Look(BLUE, "s"),
+    "GGGA + offsets without VE": Look(BLUE, "v", OPEN),
+    "GGGGGA": Look(BLUE, "^", OPEN),
+    "GGGGGA + offsets": Look(BLUE, "P", OPEN),
+    "GKA + offsets + half VE + channels": Look(GREEN, "P", OPEN),
+    "GKA + offsets + half VE + channels + gates": Look(GREEN, "*", OPEN),
+    "softmax + offsets + channels + gates": Look(SKY, "*", OPEN),
+    "GGGA + offsets + channels + gates": Look(BLUE, "*", OPEN),
+    "no attention": Look(GREY, "X", ":"),
+    "causal mean": Look(GREY, "v", ":"),
+    "previous token": Look(GREY, "<", ":"),
+    # Of images: offsets of the four neighbours, or of the patch itself and three neighbours.
+    "softmax + LRUB": Look(SKY, "s"),
+    "softmax + NLUD": Look(SKY, "D", OPEN),
+    "softmax, 6 epochs": Look(BLACK, "v", OPEN),
+    "GKA + LRUB": Look(ORANGE, "s"),
+    "GKA + NLUD": Look(ORANGE, "D", OPEN),
+    "GKA, norm without weight": Look(VERMILION, "v", OPEN),
+    "GKA, norm without weight, channel bandwidths": Look(VERMILION, "^", OPEN),
+}
+
+
+def look(form: str) -> Look:
+    """The form's own. Raises KeyError for one that LOOKS does not have."""
+    if form not in LOOKS:
+        raise KeyError(f"{form} has no colour and marker; give it some in LOOKS of {Path(__file__).name}")
+    return LOOKS[form]
+
+
+def variants(form: str, names: Iterable[str]) -> dict[str, Look]:
+    """Looks of what computes one form in several ways: its colour, and for each name another marker and line."""
+    own = itertools.cycle(itertools.product(("-", "--", ":"), "osD^vP"))
+    return {name: Look(look(form).colour, marker, line) for name, (line, marker) in zip(names, own)}
+
+
+def panels(rows: int, columns: int, height: float, **shared: bool) -> tuple[Any, np.ndarray]:
+    """A figure as wide as a page, and its axes in a row; nothing in it overlaps when it is saved."""
+    figure, axes = subplots(rows, columns, figsize=(WIDTH, height), squeeze=False, **shared)
+    figure.set_layout_engine("constrained")
+    for axis in axes.flat:
+        axis.grid(alpha=0.3)
+        axis.tick_params(labelsize=9)
+    return figure, axes.ravel()
+
+
+def legend(figure, axes: Iterable[Any], columns: int) -> None:
+    """One legend of all axes, below them, where it hides no point."""
+    entries = {}
+    for axis in axes:
+        for handle, label in zip(*axis.get_legend_handles_labels()):
+            entries.setdefault(label, handle)
+    figure.legend(entries.values(), entries, loc="outside lower center", ncols=columns, fontsize=9, frameon=False)
+
+
+def save(figure, title: str, path: Path) -> Path:
+    """Write the figure under its title. Returns the path."""
+    figure.suptitle(title, fontsize=11)
+    figure.savefig(path, dpi=DPI)
+    return path

@@ -1,0 +1,172 @@
+"""What this project knows of the paper's cells: exact counts, and finished runs of exactly the paper's configuration.
+
+A run counts if its settings are the recipe's and its counts are those of the paper's model and data; the demo's small
+models never do. Runs are read from the run folders and results.jsonl of BASE and from runs/results.
+"""
+
+import functools
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from deit_gka.model.accounting import ModelCost, vit_cost
+from deit_gka.model.registry import SIZES, model_name
+from deit_gka.training.config import TrainConfig as VisionTraining
+from nanochat_gka.accounting import AccountingConfig, account
+from nanochat_gka.core_metric.report import Score, score_of
+from nanochat_gka.train import TrainConfig as LanguageTraining
+from runs import frames
+from runs.frames import RESULTS
+from runs.paper import published
+from runs.paper.published import PAPER_NAMES, SIZE_NAMES
+from trainkit_gka.loop import finish_record
+from trainkit_gka.progress import LOG, read_events
+from trainkit_gka.results import is_processor, read_results
+
+DEPTH = 20
+GPUS = 7  # of the paper's training in table 4
+RECIPES = {  # rows of the language tables: flags of their trainings
+    "nanochat_base": {"attention": "softmax", "target_param_data_ratio": 10.5},
+    "GKA": {"attention": "gka", "target_param_data_ratio": 8.25},
+}
+KIND_OF = {label: kind for kind, label in PAPER_NAMES.items()}
+IMAGENET_TRAINING, IMAGENET_VALIDATION = 1_281_167, 50_000  # images of ImageNet-1k
+PIXELS = 224
+FREE = {"seed", "amp", "max_seq_len"}  # settings that may differ (the length shows in the FLOPs)
+
+
+@dataclass(frozen=True)
+class FinishedRun:
+    """A run that trained to its end. steps: None where the record does not say."""
+
+    name: str
+    config: dict[str, Any]
+    metrics: dict[str, Any]
+    steps: int | None = None
+    warm_start: bool = False
+    processes: int = 1
+
+
+def finished_runs(base: Path, results: Path = RESULTS) -> list[FinishedRun]:
+    """The finished runs of BASE/runs, BASE/results.jsonl and the result files, in this order."""
+    runs = []
+    for folder in sorted(path for path in (base / "runs").glob("*") if path.is_dir()):
+        starts, finish = read_events(folder / LOG, "start", "config"), finish_record(folder, ("parameters",))
+        if starts and finish:
+            start = starts[-1]
+            warm, processes = bool(start.get("initial_weights")), start.get("world_size", 1)
+            runs.append(FinishedRun(folder.name, start["config"], finish, finish["step"], warm, processes))
+    for path in (base / "results.jsonl", *sorted(results.glob("*.jsonl"))):
+        for line in read_results(path, "parameters"):
+            if line.get("kind") in ("train_deit", "pretrain"):
+                config, warm = line["config"], "--initial-weights" in line.get("command", "")
+                name, processes = config.get("model_tag", ""), line.get("processes", 1)
+                runs.append(FinishedRun(name, config, line["metrics"], None, warm, processes))
+    return runs
+
+
+def other_runs(base: Path, metric: str) -> list[FinishedRun]:
+    """The runs of BASE alone with this metric that fill no cell of the paper's, each name once."""
+    runs = [run for run in finished_runs(base, base / "nothing") if run.metrics.get(metric) is not None]
+    papers = [vision_run(label, runs) for label in published.VISION] + [language_run(row, runs) for row in RECIPES]
+    return list({run.name: run for run in reversed(runs) if run not in papers}.values())[::-1]
+
+
+def has_settings(run: FinishedRun, identity: dict[str, Any], defaults: dict[str, Any]) -> bool:
+    """Whether the run has every setting of `identity` that is not free. defaults: of flags younger than the run."""
+    settings = {**defaults, **run.config}
+    return all(key in settings and settings[key] == value for key, value in identity.items() if key not in FREE)
+
+
+def timm_name(label: str) -> str:
+    """timm's name of a row of the vision tables, such as GKA-Ti."""
+    paper_name, size = label.split("-")
+    return model_name(SIZE_NAMES[size.lower()], KIND_OF[paper_name])
+
+
+def cost(label: str) -> ModelCost:
+    """Parameters and FLOPs of a row of the vision tables."""
+    paper_name, size = label.split("-")
+    shape = SIZES[SIZE_NAMES[size.lower()]]
+    return vit_cost(KIND_OF[paper_name], shape["embed_dim"], shape["depth"], shape["num_heads"])
+
+
+def vision_run(label: str, runs: list[FinishedRun]) -> FinishedRun | None:
+    """The first run of a row of the vision tables: its model and recipe, 300 epochs, ImageNet-1k, from scratch."""
+    config = VisionTraining(model=timm_name(label), data="ImageNet-1k")
+    identity, parameters = config.identity(), cost(label).parameters
+    for run in runs:
+        metrics = run.metrics
+        judged = metrics.get("images", 0) + metrics.get("broken", 0)
+        counts = metrics["parameters"] == parameters and judged == IMAGENET_VALIDATION and "ema_top1" in metrics
+        if run.steps is not None:  # then the training images can be counted too
+            drawn = run.steps * config.batch_size / config.epochs
+            counts = counts and abs(drawn - IMAGENET_TRAINING) < config.batch_size
+        if has_settings(run, identity, config.defaults()) and counts and not run.warm_start:
+            return run
+    return None
+
+
+def total_rate(label: str, per_gpu: int, runs: list[FinishedRun]) -> float | None:
+    """Images per second of a training of a row of the runtime table on the paper's number of GPUs."""
+    wanted = {"model": timm_name(label), "batch_size": per_gpu * GPUS, "input_size": PIXELS, "model_kwargs": []}
+    for run in runs:
+        on_gpus = run.processes == GPUS and run.metrics.get("memory_mib", 0) > 0
+        if has_settings(run, wanted, {}) and on_gpus and run.metrics["parameters"] == cost(label).parameters:
+            return run.metrics.get("images_per_second")
+    return None
+
+
+@functools.cache
+def language_counts(model: str) -> dict[str, Any]:
+    """Size and compute of a row of the language tables, from the cost model."""
+    return account(AccountingConfig(depth=DEPTH, **RECIPES[model]))
+
+
+def language_run(model: str, runs: list[FinishedRun]) -> FinishedRun | None:
+    """The first run of a row of the language tables: depth 20, its attention, its token ratio, nanochat's settings."""
+    config, counts = LanguageTraining(depth=DEPTH, **RECIPES[model]), language_counts(model)
+    for run in runs:
+        same = [run.metrics.get(key) == counts[key] for key in ("parameters", "flops_per_token", "train_tokens")]
+        if has_settings(run, config.identity(), config.defaults()) and all(same):
+            return run
+    return None
+
+
+def core_scores(run: FinishedRun | None, steps: int | None, *folders: Path) -> dict[str, Score]:
+    """Task -> the score of a run after so many steps, on the largest number of examples. folders: hold core/*.jsonl."""
+    scores: dict[str, Score] = {}
+    for path in (path for folder in folders for path in sorted((folder / "core").glob("*.jsonl"))):
+        for line in read_results(path, "accuracy", "baseline", "examples"):
+            config = line["config"]
+            if run and (config.get("model"), config.get("step")) == (run.name, steps):
+                score = score_of(config["task"], line["metrics"])
+                if score.label not in scores or score.examples >= scores[score.label].examples:
+                    scores[score.label] = score
+    return scores
+
+
+def gpu_benchmark(results: Path = RESULTS) -> pd.DataFrame:
+    """The benchmark of whole vision models on one GPU, the paper's RTX 5090 before others; empty without a GPU's."""
+    lines = frames.bench("deit", results)
+    lines = lines[~lines.hardware.map(is_processor).astype(bool)]
+    machines = sorted(lines.machine.unique(), key=lambda name: ("5090" not in name, name))
+    return lines[lines.machine == machines[0]] if machines else lines
+
+
+def timed(benchmark: pd.DataFrame, label: str, batch: int, phase: str, role: str) -> dict[str, Any]:
+    """The metrics of the fastest line of a model's benchmark that was right; empty without one."""
+    case = f"deit-{label.split('-')[1].lower()}-b{batch}"
+    lines = benchmark[(benchmark.case == case) & (benchmark.phase == phase) & (benchmark.role == role)]
+    lines = lines[lines.status == "ok"]
+    return lines.loc[lines.median_ms.idxmin()].record["metrics"] if len(lines) else {}
+
+
+def fastest_inference(benchmark: pd.DataFrame, label: str, role: str) -> tuple[int | None, dict[str, Any]]:
+    """The batch of 32 to 512 with the most images per second, and its metrics; (None, {}) if none was timed."""
+    rates = {batch: timed(benchmark, label, batch, "inference", role) for batch in (32, 64, 128, 256, 512)}
+    rates = {batch: metrics for batch, metrics in rates.items() if metrics}
+    best = max(rates, key=lambda batch: rates[batch]["items_per_second"], default=None)
+    return best, rates.get(best, {})

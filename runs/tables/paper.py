@@ -1,0 +1,494 @@
+"""Tables 1 to 8 of the paper beside ours: as printed, as counted and measured here, and the difference.
+
+    python -m runs.tables                                  on the terminal, without what was not run
+    python -m runs.tables --all                            the differences too, and what was not run
+    python -m runs.tables --format markdown --only 2 6     two of them for a page, with everything
+    python -m runs.tables --pages                          writes the tables of the repository's pages; --check checks
+
+Our cells are exact counts or finished runs of exactly that configuration (runs/paper/measured.py).
+"""
+
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from gka.kinds import KINDS
+from nanochat_gka.core_metric.bundle import CORE_SIZES, PAPER_TASKS
+from nanochat_gka.core_metric.published import GPT2_ACCURACY, PAPER_EXAMPLES, PAPER_MEAN
+from nanochat_gka.core_metric.report import Score, aggregate, error_of_mean, paper_score, score_of
+from nanochat_gka.training.bits_per_byte import remarks
+from runs import frames, pages
+from runs.demo.language import STEPS, VARIANTS, run_tag
+from runs.demo.report import COLUMNS
+from runs.demo.vision import HEADINGS as VISION_HEADINGS
+from runs.demo.vision import cells as vision_cells
+from runs.examples import text_classifier
+from runs.paper import measured, published
+from runs.paper.measured import GPUS, FinishedRun
+from runs.table import NOT_RUN, WIDE, Row, Table
+from runs.table import measured as sources_of
+from trainkit_gka.cli import UserError, run
+from trainkit_gka.files import check_named
+
+PAPER, OURS, DIFFERENCE = "Paper", "Ours", "Ours - paper"
+MAIN = (2, 3, 6, 8)  # come first; the others need mostly runs that nobody made
+TERMINAL = 80  # letters of a line
+LANGUAGE_COMMANDS = {
+    "nanochat_base": f"make pretrain-d20-base NGPU={GPUS}",
+    "GKA": f"make pretrain-d20 NGPU={GPUS}",
+}
+CORPUS = "A run's record does not name its corpus: train on the paper's, FineWeb-Edu, which `make data` fetches."
+# Accuracy of guessing in percent, as the bundle's eval_meta_data.csv has it.
+GUESSING = dict(zip(PAPER_TASKS, (25.0, 50.0, 25.0, 0.0, 50.0, 50.0)))
+Cell = tuple[str, str, str]  # the paper's figure in italics, ours, the difference
+Value = tuple[float, float]  # with its standard error
+
+
+@dataclass(frozen=True)
+class Sources:
+    """Where our numbers come from."""
+
+    base: Path = Path("out")
+    results: Path = frames.RESULTS
+
+    def runs(self) -> list[FinishedRun]:
+        return measured.finished_runs(self.base, self.results)
+
+
+@dataclass
+class PaperTable:
+    """A published table beside ours. cells: (row, column) -> cell, in the order of the rows.
+
+    remarks: on our cells. commands: fill the cells that were not run. long: a line for every cell, as many columns do
+    not fit.
+    """
+
+    name: str
+    cells: dict[tuple[str, str], Cell]
+    remarks: Row = field(default_factory=list)
+    commands: Row = field(default_factory=list)
+    about: str = "Model"
+    long: bool = False
+
+    def table(self, everything: bool = True) -> Table:
+        """everything: with the differences and with what was not run."""
+        printed = published.TABLES[self.name]
+        dash = NOT_RUN if everything else "–"
+        notes = [" ".join([*printed["notes"], *self.remarks])]
+        if self.commands:
+            commands = ", ".join(f"`{command}`" for command in dict.fromkeys(self.commands))
+            notes.append(f'Cells with "{dash}" are filled by {commands}.')
+        title = f"Table {printed['number']} of the paper, beside ours. {printed['caption']}"
+        rows, headings = self._long(everything) if self.long else self._wide(everything)
+        rows = [[dash if cell == NOT_RUN else cell for cell in row] for row in rows]
+        return Table.of(headings, rows, title=title, notes=notes, words=2)
+
+    def _long(self, everything: bool) -> tuple[list[Row], Row]:
+        kept = [(*names, *cell) for names, cell in self.cells.items() if everything or cell[1] != NOT_RUN]
+        headings = [self.about, "Measure", PAPER, OURS, DIFFERENCE]
+        width = len(headings) if everything else len(headings) - 1
+        return [list(row[:width]) for row in kept], headings[:width]
+
+    def _wide(self, everything: bool) -> tuple[list[Row], Row]:
+        """A line for the paper, ours and the difference, and a column for each measure, as the paper has them."""
+        names, columns = (list(dict.fromkeys(key[place] for key in self.cells)) for place in (0, 1))
+        rows = []
+        for name, (place, source) in itertools.product(names, enumerate((PAPER, OURS, DIFFERENCE))):
+            line = [self.cells.get((name, column), ("", "", ""))[place] for column in columns]
+            empty = {""} if everything else {"", NOT_RUN}
+            if not set(line) <= empty and (everything or source != DIFFERENCE):
+                rows.append([name, source, *line])
+        return rows, [self.about, "", *columns]
+
+
+def italic(printed: str) -> str:
+    """A figure of the paper; whole numbers with a comma, as the paper sets them."""
+    return f"*{int(printed):,}*" if printed.isdigit() else f"*{printed}*" if printed else ""
+
+
+def compare(printed: str | None, ours: float | None) -> Cell:
+    """Paper, ours, difference; a relative difference from a thousand up."""
+    if printed is None or ours is None:
+        return italic(printed or ""), NOT_RUN if ours is None else f"{ours:,.4g}", ""
+    paper = float(printed)
+    if "e" in printed or abs(paper) >= 1000:
+        difference = signed(100 * (ours / paper - 1), 2, " %")
+    else:
+        difference = signed(ours - paper, 0 if isinstance(ours, int) else decimals(printed) + 1)
+    return italic(printed), written(ours, printed), difference
+
+
+def written(value: float, printed: str) -> str:
+    """Our number with one digit more than the paper's; whole numbers and thousands as they are."""
+    places = decimals(printed)
+    if "e" in printed:
+        return f"{value:.{places + 1}e}".replace("e+", "e").replace("e0", "e")
+    if isinstance(value, int) or (abs(value) >= 1000 and not places):
+        return f"{value:,.0f}"
+    return f"{value:,.{places + 1}f}"
+
+
+def signed(value: float, places: int, unit: str = "") -> str:
+    """A difference with its sign, or 0."""
+    text = f"{value:+,.{places}f}"
+    return text + unit if text.strip("+-0.,") else "0"
+
+
+def decimals(printed: str) -> int:
+    return len(printed.partition("e")[0].partition(".")[2])
+
+
+def alone(value: float, printed: str) -> Cell:
+    """A number of a run that the paper has no figure for; `printed` is another one of its column."""
+    return "", written(value, printed) if "e" in printed else f"{value:,.5g}", ""
+
+
+# Vision
+
+
+def related_methods(sources: Sources) -> PaperTable:
+    columns, printed = published.TABLES["related_methods"]["columns"], published.rows("related_methods")
+    cells = {(m, columns[key]): (italic(word), "", "") for m, words in printed.items() for key, word in words.items()}
+    return PaperTable("related_methods", cells, ["Measured here: docs/related-methods.md."], about="Method")
+
+
+def vision_numbers(label: str, runs: list[FinishedRun]) -> dict[str, float | None]:
+    """Every number of a row of tables 2, 3 and 5; top-1 is None until its run has finished."""
+    cost, base = measured.cost(label), measured.cost(f"DeiT-{label.split('-')[1]}")
+    finished = measured.vision_run(label, runs)
+    return {
+        "params": cost.parameters / 1e6,
+        "attention": cost.attention / 1e6,
+        "mlp": cost.mlp / 1e6,
+        "sigma": cost.bandwidths,
+        "gflops": cost.flops / 1e9,
+        "size": cost.raw_mib,
+        "delta_params": 100 * (cost.parameters / base.parameters - 1),
+        "delta_attention": 100 * (cost.attention / base.attention - 1),
+        "delta_flops": 100 * (cost.flops / base.flops - 1),
+        "top1": finished.metrics["ema_top1"] if finished else None,
+    }
+
+
+def vision(name: str, sources: Sources) -> PaperTable:
+    """Tables 2, 3 and 5; below the first the other vision runs of BASE."""
+    runs, cells, commands = sources.runs(), {}, []
+    columns = published.TABLES[name]["columns"]
+    for label, printed in published.rows(name).items():
+        numbers = vision_numbers(label, runs)
+        for key, heading in columns.items():
+            if key == "projections":
+                letters = f"{KINDS[measured.KIND_OF[label.split('-')[0]]].input_projections}O"
+                ours = ", ".join(f"W_{letter}" for letter in letters)
+                cells[label, heading] = italic(printed[key]), ours, "" if printed[key].startswith(ours) else "differs"
+            elif key in printed:
+                cells[label, heading] = compare(printed[key], numbers[key])
+        if "top1" in printed and numbers["top1"] is None:
+            commands.append(f"{training_target(label)} DATA=/imagenet NGPU={GPUS}")
+    notes = ["Our sizes are MiB of the bare weights."] if "size" in columns else []
+    if "top1" in columns:
+        notes.append("Our top-1 is of averaged weights, and only of a finished run of this model and recipe.")
+    if name == "main_results":
+        printed = published.rows(name)["DeiT-Ti"]  # has the digits
+        others = measured.other_runs(sources.base, "top1")
+        for each in others:
+            metrics = each.metrics
+            flops, top1 = metrics.get("flops"), metrics.get("ema_top1", metrics["top1"])
+            numbers = {"params": metrics["parameters"] / 1e6, "gflops": flops and flops / 1e9, "top1": top1}
+            cells |= {(each.name, columns[k]): alone(v, printed[k]) for k, v in numbers.items() if v is not None}
+        notes += about_others(others)
+    return PaperTable(name, cells, notes, commands)
+
+
+def training_target(label: str) -> str:
+    """The target of make that trains a row of the vision tables."""
+    paper_name, size = label.split("-")
+    kind = measured.KIND_OF[paper_name]
+    return f"make train-deit-{size.lower()}" + {"gka": "", "softmax": "-base"}.get(kind, f"-{kind}")
+
+
+def about_others(others: list[FinishedRun]) -> Row:
+    return ["Runs with other settings are named; the paper has no figures for them."] if others else []
+
+
+def runtime(sources: Sources) -> PaperTable:
+    """Training rates as the paper's total over its GPUs and as one GPU's share; GKA fused and unfused (the paper's)."""
+    benchmark, runs, cells = measured.gpu_benchmark(sources.results), sources.runs(), {}
+    for label, printed in published.rows("runtime").items():
+        for role in ("baseline",) if label.startswith("DeiT") else ("ours", "unfused"):
+            name = f"{label}, unfused" if role == "unfused" else label
+            batch, line = measured.fastest_inference(benchmark, label, role)
+            cells[name, "inference: img/s, 1 GPU"] = compare(printed["inference"], line.get("items_per_second"))
+            cells[name, "inference: batch"] = compare(printed["batch"], batch)
+            cells[name, "inference: MB"] = compare(printed["inference_memory"], line.get("peak_mib"))
+            for size in (64, 128):
+                line = measured.timed(benchmark, label, size, "training", role)
+                total, training = printed[f"training_{size}"], f"training bs {size}:"
+                if role != "unfused":
+                    rate = measured.total_rate(label, size, runs)
+                    cells[name, f"{training} img/s, {GPUS} GPUs"] = compare(total, rate)
+                share = f"{int(total) / GPUS:.0f}"
+                cells[name, f"{training} img/s, 1 GPU"] = compare(share, line.get("items_per_second"))
+                cells[name, f"{training} MB, 1 GPU"] = compare(printed[f"memory_{size}"], line.get("peak_mib"))
+    where = f"Ours: {benchmark.machine.iloc[0]}." if len(benchmark) else "No GPU has run ours yet."
+    notes = [
+        "Our GKA is fused; unfused it builds W as the paper's does. The paper's figures stand beside both.",
+        f"The paper's training rates of 1 GPU are its totals over {GPUS} GPUs divided by {GPUS}.",
+        f"{where} Our totals are of short trainings, loading of images included; the trainer has no unfused form.",
+    ]
+    missing = {f"{GPUS} GPUs" in measure for (_, measure), cell in cells.items() if cell[1] == NOT_RUN}
+    short = f"--batch-size {64 * GPUS} --epochs 1 --warmup-epochs 0 --model-tag ti-64"
+    filled_by = {False: "python -m runs.bench.deit"}
+    filled_by[True] = f'make train-deit-ti DATA=/imagenet NGPU={GPUS} ARGS="{short}"'
+    return PaperTable("runtime", cells, notes, [filled_by[totals] for totals in sorted(missing)], long=True)
+
+
+# Language
+
+
+def other_language_runs(sources: Sources, name: str) -> tuple[dict[tuple[str, str], Cell], list[FinishedRun]]:
+    """The cells of BASE's runs that are not the paper's, with the columns of a table, and these runs."""
+    cells, printed = {}, published.rows(name)["nanochat_base"]  # has the digits
+    others = measured.other_runs(sources.base, "flops_per_token")
+    for each in others:
+        numbers = {**each.metrics, "parameters": each.metrics["parameters"] / 1e6}
+        for key, heading in published.TABLES[name]["columns"].items():
+            if numbers.get(key) is not None:
+                cells[each.name, heading] = alone(float(numbers[key]), printed[key])
+    return cells, others
+
+
+def bpb(sources: Sources) -> PaperTable:
+    """With the other language runs of BASE below."""
+    runs, cells, commands, records = sources.runs(), {}, [], {}
+    for model, printed in published.rows("bpb").items():
+        finished = measured.language_run(model, runs)
+        for key, heading in published.TABLES["bpb"]["columns"].items():
+            cells[model, heading] = compare(printed[key], finished.metrics.get(key) if finished else None)
+        if finished is None:
+            commands.append(LANGUAGE_COMMANDS[model])
+        else:
+            records[model] = finished.metrics
+    more, others = other_language_runs(sources, "bpb")
+    records |= {each.name: each.metrics for each in others}
+    notes = [CORPUS, *remarks(records), *about_others(others)]
+    return PaperTable("bpb", cells | more, notes, commands)
+
+
+def compute(sources: Sources) -> PaperTable:
+    """Counts alone; the ratios are those in the text beside the table. With the other language runs of BASE below."""
+    counts = {model: measured.language_counts(model) for model in measured.RECIPES}
+    columns, cells = published.TABLES["compute"]["columns"], {}
+    for model, printed in published.rows("compute").items():
+        numbers = {**counts[model], "parameters": counts[model]["parameters"] / 1e6}
+        cells |= {(model, columns[key]): compare(printed[key], float(numbers[key])) for key in columns}
+    base, gka = counts.values()
+    for key, ratio in published.TABLES["compute"]["ratios"].items():
+        cells["GKA / nanochat_base", columns[key]] = compare(ratio, gka[key] / base[key])
+    more, others = other_language_runs(sources, "compute")
+    return PaperTable("compute", cells | more, about_others(others))
+
+
+def with_error(value: Value | None, sign: str = "") -> str:
+    return f"{value[0]:{sign}.4f} ± {value[1]:.3f}" if value else NOT_RUN
+
+
+def of_score(score: Score) -> str:
+    return f"{with_error((score.centered, score.standard_error))} (n = {score.examples:,})"
+
+
+def difference_of(base: Value, gka: Value) -> Value:
+    """GKA - base, and its standard error from the examples of each."""
+    return gka[0] - base[0], (base[1] ** 2 + gka[1] ** 2) ** 0.5
+
+
+def value_of(score: Score) -> Value:
+    return score.centered, score.standard_error
+
+
+def mean_of(scores: list[Score]) -> Value:
+    """The mean over the six tasks, and its standard error."""
+    return aggregate(scores)[1], error_of_mean([score.standard_error for score in scores])
+
+
+def core_cell(paper: Value, ours: Value | None, examples: tuple[str, str] = ("", ""), sign: str = "") -> Cell:
+    """examples: how many each is of, in words."""
+    if not ours:
+        return f"*{with_error(paper, sign)}{examples[0]}*", NOT_RUN, ""
+    apart = with_error(difference_of(paper, ours), "+")
+    return f"*{with_error(paper, sign)}{examples[0]}*", with_error(ours, sign) + examples[1], apart
+
+
+def core_subset(sources: Sources) -> PaperTable:
+    """Centred scores with standard errors, each from the number of examples that its column used."""
+    runs, ours, commands = sources.runs(), [], []
+    for model in measured.RECIPES:
+        finished, steps = measured.language_run(model, runs), measured.language_counts(model)["steps"]
+        ours.append(measured.core_scores(finished, steps, sources.results, sources.base))
+        if not ours[-1].keys() >= set(PAPER_TASKS):
+            target = "eval-core" if model == "GKA" else "eval-core-base"
+            commands += [LANGUAGE_COMMANDS[model], f"make {target} NGPU={GPUS}"]
+    others = measured.other_runs(sources.base, "flops_per_token")
+    of_others = {each.name: measured.core_scores(each, each.steps, sources.base) for each in others}
+    columns = list(published.TABLES["core_subset"]["columns"].values())
+    cells: dict[tuple[str, str], Cell] = {}
+    for task in PAPER_TASKS:
+        paper = [paper_score(task, column, GUESSING[task]) for column in (0, 1)]
+        mine = [scores.get(task) for scores in ours]
+        for heading, printed, score in zip(columns, paper, mine):
+            counts = tuple(f" (n = {each.examples:,})" if each else "" for each in (printed, score))
+            cells[task, heading] = core_cell(value_of(printed), score and value_of(score), counts)
+        both = difference_of(*map(value_of, mine)) if all(mine) else None
+        cells[task, columns[2]] = core_cell(difference_of(*map(value_of, paper)), both, sign="+")
+        cells |= {(task, name): ("", of_score(s[task]), "") for name, s in of_others.items() if task in s}
+    papers = [mean_of([paper_score(task, column, GUESSING[task]) for task in PAPER_TASKS]) for column in (0, 1)]
+    means = [mean_of([s[task] for task in PAPER_TASKS]) if s.keys() >= set(PAPER_TASKS) else None for s in ours]
+    for heading, mean, paper, mine in zip(columns, PAPER_MEAN, papers, means):
+        cells["mean", heading] = core_cell((mean, paper[1]), mine)
+    cells["mean", columns[2]] = core_cell(
+        difference_of(*papers), difference_of(*means) if all(means) else None, sign="+"
+    )
+    for name, scores in of_others.items():
+        if scores.keys() >= set(PAPER_TASKS):
+            cells["mean", name] = "", with_error(mean_of([scores[task] for task in PAPER_TASKS])), ""
+    notes = ["± is one standard error, from the n of each column.", CORPUS, *about_others(others)]
+    return PaperTable("core_subset", cells, notes, commands, about="Task")
+
+
+BUILDERS: dict[int, Callable[[Sources], PaperTable]] = {
+    1: related_methods,
+    2: lambda sources: vision("main_results", sources),
+    3: lambda sources: vision("efficiency", sources),
+    4: runtime,
+    5: lambda sources: vision("ablation", sources),
+    6: bpb,
+    7: core_subset,
+    8: compute,
+}
+
+
+# Tables of the repository's pages
+
+
+def sizes() -> list[Table]:
+    """Every vision model of the paper: counts, the paper's top-1, and the command that trains it."""
+    rows = []
+    for label, printed in published.VISION.items():
+        cost = measured.cost(label)
+        counts = [f"{cost.parameters:,}", f"{cost.attention:,}", str(cost.bandwidths or "")]
+        measures = [f"{cost.flops / 1e9:.2f}", f"{cost.raw_mib:.1f}", f"*{printed['top1']}*"]
+        rows.append([label, f"`{training_target(label)}`", *counts, *measures])
+    headings = ["", "command", "parameters", "attention", "sigma", "GFLOPs", "weights, MiB", "*paper: top-1*"]
+    return [Table.of(headings, rows, words=2)]
+
+
+def core() -> list[Table]:
+    """CORE's six tasks: centred scores of the demo's models beside published ones, which are in italics."""
+    records = {}
+    for name, variant in VARIANTS.items():
+        path = frames.RESULTS / "core" / f"{run_tag(name)}_step{STEPS:06d}.jsonl"
+        if lines := frames.records(path, "accuracy", "baseline", "examples", kind="core"):
+            records[variant.label] = {line["config"]["task"]: line for line in lines}
+    others = ("GPT-2 124M", "paper: base", f"paper: GKA, n = {PAPER_EXAMPLES[1]}")
+    columns: list[list[Score]] = [[] for _ in (*records, *others)]
+    rows = []
+    for task in PAPER_TASKS:
+        ours = [score_of(task, lines[task]["metrics"]) for lines in records.values()]
+        gpt2 = Score(task, GPT2_ACCURACY[task][0], GUESSING[task], 0, CORE_SIZES[task])
+        scores = [*ours, gpt2, *(paper_score(task, model, GUESSING[task]) for model in range(2))]
+        for column, score in zip(columns, scores):
+            column.append(score)
+        cells = [with_error(value_of(score)) for score in scores]
+        rows.append([task, str(ours[0].examples), *cells[: len(ours)], *map("*{}*".format, cells[len(ours) :])])
+    marks = ["**{}**"] * len(records) + ["*{}*"] * len(others)
+    means = [mark.format(with_error(mean_of(column))) for mark, column in zip(marks, columns)]
+    headings = ["centred, ± standard error", "examples", *records, *map("*{}*".format, others)]
+    sources = [sources_of([line for lines in records.values() for line in lines.values()], "core/*.jsonl")]
+    return [Table.of(headings, [*rows, ["**mean**", "", *means]], sources=sources)]
+
+
+def demo_language() -> list[Table]:
+    """The models that today's demo trains, then the paper's as printed."""
+    trained = {one["config"]["model_tag"]: one for one in frames.records(frames.RESULTS / "demo.jsonl", *COLUMNS)}
+    tags = {variant.label: run_tag(name) for name, variant in VARIANTS.items()}
+    records = {label: trained[tag] for label, tag in tags.items() if tag in trained}
+    rows = [
+        [f"**{label}**", *(form.format(record["metrics"][key]) for key, (_, form) in COLUMNS.items())]
+        for label, record in records.items()
+    ]
+    for label, printed in published.LANGUAGE.items():
+        figures = [f"*{printed[key]}*" if key in printed else "" for key in COLUMNS]
+        rows.append([f"*paper, depth 20: {label}*", *figures])
+    headings = ["", *(heading for heading, _ in COLUMNS.values())]
+    return [Table.of(headings, rows, sources=[sources_of(list(records.values()), "demo.jsonl")])]
+
+
+def demo_vision() -> list[Table]:
+    """The demo's vision models on digits: the mean over seeds and half their range."""
+    records: dict[str, list[dict]] = {}
+    for record in frames.records(frames.RESULTS / "demo_vision.jsonl", "parameters", "flops", "top1", "ema_top1"):
+        records.setdefault(record["label"], []).append(record)
+    rows = [[f"**{label}**", *vision_cells([run["metrics"] for run in runs])] for label, runs in records.items()]
+    sources = [sources_of([*itertools.chain(*records.values())], "demo_vision.jsonl")]
+    return [Table.of(["", *VISION_HEADINGS], rows, sources=sources)]
+
+
+def classifier() -> list[Table]:
+    """The text classifier with its default settings."""
+    name = text_classifier.FILE
+    records = text_classifier.records_of(frames.RESULTS / name, text_classifier.TextClassifierConfig())
+    return [text_classifier.table(records, [sources_of(records, name)] if records else [])]
+
+
+PAGES = ("deit_gka/README.md", "runs/README.md", "runs/results/TABLES.md")
+TABLES: pages.Builders = {
+    "sizes": sizes,
+    "core": core,
+    "demo": demo_language,
+    "vision": demo_vision,
+    "text-classifier": classifier,
+}
+
+
+@dataclass
+class TablesConfig:
+    """Print the paper's tables with ours beside them, or write the tables of the repository's pages."""
+
+    base: Path = Path("out")
+    """Folder of all outputs: finished runs are read from BASE/runs, BASE/results.jsonl and BASE/core."""
+    format: Literal["terminal", "markdown"] = "terminal"
+    """How the tables are written."""
+    only: list[int] = field(default_factory=list)
+    """Numbers of the tables to print, in this order; empty = all, 2, 3, 6 and 8 first."""
+    all: bool = False
+    """On the terminal, also the rows that were not run and those of the differences."""
+    pages: bool = False
+    """Print nothing; bring the tables of the repository's pages up to date."""
+    check: bool = False
+    """Print nothing; exit with 1 if a page of the repository is out of date."""
+
+    def validate(self) -> None:
+        """Raises UserError for the number of a table that the paper does not have, and for a BASE that is not there."""
+        check_named(self.base, TablesConfig.base, "the outputs of runs")
+        for number in self.only:
+            if number not in BUILDERS:
+                raise UserError(f"--only takes numbers from 1 to {len(BUILDERS)}, got {number}")
+
+
+def main(config: TablesConfig) -> None:
+    config.validate()
+    if config.pages or config.check:
+        pages.write(TABLES, PAGES, "python -m runs.tables --pages", config.check)
+        return
+    for number in config.only or sorted(BUILDERS, key=lambda number: (number not in MAIN, number)):
+        table = BUILDERS[number](Sources(config.base))
+        if config.format == "markdown":
+            print(table.table().markdown(), end="\n\n")
+        else:
+            table.table(config.all).show(WIDE if config.all else TERMINAL)
+
+
+if __name__ == "__main__":
+    run(main, TablesConfig)
