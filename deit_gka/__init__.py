@@ -1,8 +1,7 @@
 """GKA vision transformers on timm.
 
-Importing this package registers deit_{tiny,small,base}_{gka,vlt}[_distilled]_patch16_224 with timm, and makes patterns
-by layer such as "GGGA" names that the `attn_layer` of timm's ViTs takes: before, timm calls "gka" unknown, and
-`import gka` does not change that. `attention_maps` gives W of every layer, of
+Importing this package (not gka) registers deit_{tiny,small,base}_{gka,vlt}[_distilled]_patch16_224 with timm, and lets
+`attn_layer=` of any timm ViT be "gka" or a pattern by layer such as "GGGA". `attention_maps` gives W of every layer, of
 timm's own ViTs too.
 """
 

@@ -45,8 +45,8 @@ def main(config: AccountingConfig) -> None:
 
 def line(cells) -> str:
     """The cells in columns, the first one flush left."""
-    first, *others = zip(cells, WIDTHS)
-    return f"{first[0]:<{first[1]}}" + "".join(f"{cell:>{width}}" for cell, width in others)
+    first, *rest = zip(cells, WIDTHS)
+    return f"{first[0]:<{first[1]}}" + "".join(f"{cell:>{width}}" for cell, width in rest)
 
 
 if __name__ == "__main__":

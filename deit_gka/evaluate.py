@@ -8,23 +8,39 @@ python -m deit_gka.evaluate --model deit_tiny_patch16_224 --checkpoint deit_tiny
 import functools
 import sys
 import time
+from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 import torch
+from timm.data import resolve_input_data_config
+from torch import nn
 
-from deit_gka.data.images import Batch
+from deit_gka.data.batch import Batch
 from deit_gka.data.sources import FORMS, DataParts, Source, located
 from deit_gka.data.sources.base import ignored_text
-from deit_gka.data.sources.classes import one_class_text
+from deit_gka.data.sources.classes import numbers_in_model, one_class_text
 from deit_gka.data.transforms import eval_transform, in_words
 from deit_gka.data.workers import WorkerCount, default_workers, evaluation_batches, worker_context
-from deit_gka.model import candidates
 from deit_gka.model.accounting import cost_of
-from deit_gka.model.candidates import Candidates
-from deit_gka.model.checkpoints import WEIGHTS, find_checkpoint, is_export, open_data, parse_kwargs, trained_on
+from deit_gka.model.checkpoints import (
+    WEIGHTS,
+    about_images,
+    build,
+    check_export,
+    eval_settings,
+    find_checkpoint,
+    is_export,
+    load_file,
+    load_run,
+    open_data,
+    parse_kwargs,
+    timm_weights,
+    weights_in,
+)
+from deit_gka.model.origin import read_origin
 from deit_gka.training.engine import evaluate
 from trainkit_gka.cli import Bounds, Count, UserError, flag_of, run
 from trainkit_gka.distributed import Runtime, running
@@ -82,33 +98,66 @@ def check(config: EvaluateConfig) -> None:
 
 
 def completed(config: EvaluateConfig) -> tuple[EvaluateConfig, str]:
-    """With the data that the run was trained on, if none is given, and its parts if it is that; and what to say of it.
+    """The config with the data that the run was trained on where none is named, and a warning.
 
-    Raises UserError if no data is given and the run did not write down where its own is.
+    The parts of the data (splits, columns) are the run's too if the data is. Raises UserError for an exported folder
+    without data.
     """
-    run, given = config.run, config.given_parts()
+    run, chosen = config.run, config.given_parts()
     if run is None or (config.data and is_export(run)):
         return config, ""
     if is_export(run):
         raise UserError(f"--data is missing: {run} is an exported model, which does not say where its images are")
     state = find_checkpoint(run, config.best).state
-    own, parts = state.get("trained_on"), state.get("parts", {})
-    if config.data and located(config.data) != own:
-        left = " ".join(f"{flag_of(name)} {value}" for name, value in parts.items() if name not in given)
-        note = f"{config.data} is not the data that {run} was trained on ({own}); its {left} is not taken over"
-        return config, f"warning: {note}" if left else ""
-    if own is None:
-        raise UserError(f"--data is missing, and {run} did not write down where its data is: {trained_on(state)}")
-    return replace(config, data=config.data or own, **{**parts, **given}), ""
+    data, parts = state["trained_on"], state["parts"]
+    if config.data and located(config.data) != data:
+        unused = " ".join(f"{flag_of(name)} {value}" for name, value in parts.items() if name not in chosen)
+        note = f"{config.data} is not the data that {run} was trained on ({data}); its {unused} is not taken over"
+        return config, f"warning: {note}" if unused else ""
+    return replace(config, data=config.data or data, **{**parts, **chosen}), ""
 
 
-def load_models(config: EvaluateConfig, device: torch.device) -> Candidates:
-    """Every model to evaluate. Raises UserError."""
-    if config.run is not None and is_export(config.run):
-        return candidates.of_export(config.run, device)
-    if config.run is not None:
-        return candidates.of_run(config.run, config.best, config.weights, device)
-    return candidates.of_timm(config.model, parse_kwargs(config.model_kwargs), config.checkpoint, device)
+class Models(NamedTuple):
+    """One model, with one or several sets of weights."""
+
+    by_name: dict[str, nn.Module]
+    settings: dict[str, Any]  # arguments of eval_transform
+    classes: Sequence[str]  # names, in the model's order; empty if they are not recorded
+
+    def numbers(self, data_classes: Sequence[str], data: str, name: str) -> tuple[list[int], str]:
+        """See `numbers_in_model`. Raises UserError also if the model has another number of classes than the data."""
+        count = len(self.classes) or next(iter(self.by_name.values())).num_classes
+        if count != len(data_classes):
+            raise UserError(f"{name} was trained on {count} classes but {data} has {len(data_classes)}")
+        return numbers_in_model(data_classes, data, self.classes, name)
+
+
+def load_models(config: EvaluateConfig, device: torch.device) -> Models:
+    """The models to evaluate: of a run with every one of --weights that it has, of an exported folder, or timm's.
+
+    Raises UserError.
+    """
+    run = config.run
+    if run is not None and not is_export(run):
+        checkpoint = find_checkpoint(run, config.best)
+        about = about_images(checkpoint.state)
+        available = [name for name in config.weights if name in weights_in(checkpoint)]
+        models = {name: load_run(checkpoint, name, device) for name in available or config.weights}
+        classes = checkpoint.state["classes"]
+    else:
+        if run is not None:
+            check_export(run)
+            name, model = run.name, timm_weights(f"local-dir:{run}", "--run")
+            classes = read_origin(str(run)).classes
+        else:
+            name, arguments = config.model, parse_kwargs(config.model_kwargs)
+            model = build(name, pretrained=config.checkpoint is None, **arguments)
+            classes = model.pretrained_cfg.get("label_names") or ()
+            if config.checkpoint is not None:
+                load_file(config.checkpoint, model)
+                classes = read_origin(str(config.checkpoint)).classes
+        models, about = {name: model.to(device).eval()}, resolve_input_data_config(model)
+    return Models(models, {"input_size": tuple(about["input_size"][-2:]), **eval_settings(about)}, classes)
 
 
 def measure(config: EvaluateConfig, runtime: Runtime) -> dict[str, dict]:
@@ -117,17 +166,16 @@ def measure(config: EvaluateConfig, runtime: Runtime) -> dict[str, dict]:
     if num_workers:
         worker_context(config.data)
     source = runtime.agree(lambda: open_data(config.data, config.split, config.run, config))
-    found = runtime.agree(lambda: load_models(config, runtime.device))
-    models, settings = found.models, found.settings
-    whose = str(config.run or config.model)
-    numbers, note = runtime.agree(lambda: found.numbers(source.classes, config.data, whose))
+    loaded = runtime.agree(lambda: load_models(config, runtime.device))
+    models, settings = loaded.by_name, loaded.settings
+    name = str(config.run or config.model)
+    numbers, note = runtime.agree(lambda: loaded.numbers(source.classes, config.data, name))
     if note and runtime.is_main:
         print(note, file=sys.stderr)
     if config.crop_pct != -1:
         settings["crop_pct"] = config.crop_pct
-    said = [one_class_text(source.classes), ignored_text(source) if isinstance(source, Source) else ""]
-    for text in said if runtime.is_main else ():
-        if text:
+    for text in (one_class_text(source.classes), ignored_text(source) if isinstance(source, Source) else ""):
+        if text and runtime.is_main:
             print(f"warning: {text}", file=sys.stderr)
     transform = eval_transform(**settings)
     loader = evaluation_batches(source, transform, runtime, config.device_batch_size, num_workers, numbers)

@@ -75,7 +75,7 @@ def vit_cost(
 
 
 def cost_of(model: nn.Module) -> ModelCost | None:
-    """Cost of a built timm ViT; None for architectures whose shapes this module does not know."""
+    """Cost of a built timm ViT; None for architectures that `vit_cost` does not cover."""
     if not isinstance(model, VisionTransformer):
         return None
     layers, embed = [getattr(block, "attn", None) for block in model.blocks], model.patch_embed

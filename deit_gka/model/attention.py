@@ -19,21 +19,21 @@ from gka.bandwidth import at_least_float32
 
 
 class Softmax(Attention):
-    """timm's own attention, and what we add to it: spatial offsets of the values ("" = none), as our kinds have."""
+    """timm's attention with spatial offsets of the values ("" = none), an option of all our kinds."""
 
     kind = "softmax"
     SETTINGS = ("spatial_offsets",)
 
-    def __init__(self, dim: int, num_heads: int = 8, qkv_bias: bool = False, spatial_offsets: str = "", **others):
-        super().__init__(dim, num_heads, qkv_bias=qkv_bias, **others)
+    def __init__(self, dim: int, num_heads: int = 8, qkv_bias: bool = False, spatial_offsets: str = "", **arguments):
+        super().__init__(dim, num_heads, qkv_bias=qkv_bias, **arguments)
         self.offsets = SpatialOffsets(spatial_offsets, num_heads) if spatial_offsets else None
         if self.offsets:
-            placed = dict(device=others.get("device"), dtype=others.get("dtype"))
+            placed = dict(device=arguments.get("device"), dtype=arguments.get("dtype"))
             self.qkv = ValueOffsetProjection(dim, qkv_bias, self.offsets, num_heads, **placed)
 
 
 class TimmAttention(nn.Module):
-    """What our kinds share: the call, dropout, and the path that builds W for hooks, masks and attention dropout.
+    """Base of our kinds: the call, dropout, and the path that builds W for hooks, masks and attention dropout.
 
     A subclass gives `mix` (fused: the heads' outputs, (B, N, H, D)), `logits` (of W, (B, H, N, N)) and `own_values` (of
     each token, (B, N, H, D)), and has a `proj`. Like timm's own attention it builds W when `set_fused_attn(False)`
@@ -49,10 +49,9 @@ class TimmAttention(nn.Module):
         self, attn_drop=0.0, proj_drop=0.0, qk_norm=False, scale_norm=False, spatial_offsets="", qkv_bias=False,
         norm_layer=None,
     ) -> None:  # fmt: skip
-        """Take what a layer of any kind does with the rest of the arguments, most of which are timm's; there is nothing
-        for qkv_bias and norm_layer to act on.
+        """Take the arguments that every kind has, most of them timm's; qkv_bias and norm_layer have no effect.
 
-        spatial_offsets: whose value a token holds, a letter per head (offsets.py); "" = its own on all heads.
+        spatial_offsets: the neighbour that gives a token its value, a letter per head (offsets.py); "" = none.
         """
         if qk_norm or scale_norm:
             raise ValueError(f"{type(self).__name__} has no qk_norm or scale_norm: leave both False")
@@ -73,7 +72,7 @@ class TimmAttention(nn.Module):
         return self.proj_drop(self.proj(y.flatten(2)))
 
     def values(self, heads: torch.Tensor) -> torch.Tensor:
-        """What W mixes: the values that the tokens hold, (B, N, H, D)."""
+        """The values that W mixes, after spatial offsets, (B, N, H, D)."""
         values = self.own_values(heads)
         return values if self.offsets is None else self.offsets(values)
 
@@ -102,8 +101,8 @@ class GKA(TimmAttention, GaussianKernelAttention):
         dtype=None,
         **shared,
     ):
-        own = dict(sigma_squared=sigma_squared, channel_bandwidths=channel_bandwidths, impl=impl)
-        GaussianKernelAttention.__init__(self, dim, num_heads, bias=proj_bias, **own)
+        settings = dict(sigma_squared=sigma_squared, channel_bandwidths=channel_bandwidths, impl=impl)
+        GaussianKernelAttention.__init__(self, dim, num_heads, bias=proj_bias, **settings)
         self._init_shared(**shared)
         self.to(device=device)
         self.proj.to(dtype=dtype)

@@ -12,11 +12,11 @@ import timm
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file as load_safetensors
-from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 from torch import nn
 
 from deit_gka.data.sources import DataParts, Source, Stream, open_source
-from deit_gka.model.registry import takes_attention
+from deit_gka.model.attention import ATTENTION
+from deit_gka.model.registry import is_pattern, takes_attention
 from deit_gka.recipe import Recipe
 from gka import layer_kinds
 from trainkit_gka import exports
@@ -97,6 +97,9 @@ def build(
     except (TypeError, ValueError, AssertionError, RuntimeError, OSError) as error:
         kind = PassingFault if is_network(error) else UserError
         raise kind(f"timm cannot build {name}: {reason_of(error)}") from None
+    pattern = kwargs.get("attn_layer")
+    if is_pattern(pattern) and not any(isinstance(module, tuple(ATTENTION.values())) for module in model.modules()):
+        raise UserError(f"{name} has an attention of its own, which {pattern} does not change")
     check_patches(model, input_size or kwargs.get("img_size"))
     return model
 
@@ -124,7 +127,7 @@ def timm_weights(name: str, flag: str) -> nn.Module:
 
 
 def describe(name: str, num_classes: int, recipe: Recipe, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """What a checkpoint says about its model, so that `load_run` builds it again."""
+    """A checkpoint's description of its model, from which `load_run` builds it again."""
     return {"name": name, "num_classes": num_classes, "input_size": recipe.input_size, "kwargs": kwargs}
 
 
@@ -142,8 +145,13 @@ def find_checkpoint(path: Path, best: bool = False) -> Checkpoint:
         advice = f"or, where a command has them, --model NAME --checkpoint {path / exports.WEIGHTS}"
         raise UserError(f"{path} is an exported model: give the run that it was exported from, {advice}")
     if checkpoint is None:
-        raise UserError(f"no checkpoint in {path}; train one first (make demo, make train-deit-ti)")
+        raise UserError(f"no checkpoint in {path}; train one first, by python -m deit_gka.train")
     return _of_vision(checkpoint)
+
+
+def weights_in(checkpoint: Checkpoint) -> list[str]:
+    """The sets of weights that a checkpoint has, the average first."""
+    return [name for name in WEIGHTS if (checkpoint.path / f"{name}.safetensors").exists()]
 
 
 def is_export(path: Path) -> bool:
@@ -165,16 +173,15 @@ def _of_vision(checkpoint: Checkpoint) -> Checkpoint:
 
 
 def trained_on(state: dict[str, Any]) -> str:
-    """Which images the run of a checkpoint needs, in words; older runs did not write down where they were."""
-    images, classes = state["data"], len(state["classes"])
-    training, validation = images["training images"], images["validation images"]
-    counts = f"{training:,} training and {validation:,} validation images in {classes:,} classes"
-    flags = [f"{flag_of(name)} {value}" for name, value in state.get("parts", {}).items()]
-    return f"{' '.join([state['trained_on'], *flags])} ({counts})" if "trained_on" in state else counts
+    """The images that a checkpoint's run was trained on, in words."""
+    training, validation = (state["data"][f"{split} images"] for split in ("training", "validation"))
+    counts = f"{training:,} training and {validation:,} validation images in {len(state['classes']):,} classes"
+    flags = [f"{flag_of(name)} {value}" for name, value in state["parts"].items()]
+    return f"{' '.join([state['trained_on'], *flags])} ({counts})"
 
 
 def open_data(data: str, split: str, run: Path | None, parts: DataParts) -> Source | Stream:
-    """`open_source`, whose UserError then says which images the run in the folder `run` was trained on."""
+    """See `open_source`; a UserError also names the images that the run in the folder `run` was trained on."""
     try:
         return open_source(data, split, parts)
     except UserError as error:
@@ -190,9 +197,9 @@ def load_run(checkpoint: Checkpoint, weights: str, device: torch.device | str) -
 
     Raises UserError if the checkpoint lacks them.
     """
-    if not (checkpoint.path / f"{weights}.safetensors").exists():
-        others = " or ".join(other for other in WEIGHTS if other != weights)
-        raise UserError(f"{checkpoint.path} has no {weights} weights; choose --weights {others}")
+    available = weights_in(checkpoint)
+    if weights not in available:
+        raise UserError(f"{checkpoint.path} has no {weights} weights; choose --weights {' or '.join(available)}")
     about = checkpoint.state["model"]
     model = build(about["name"], about["num_classes"], about["input_size"], **about["kwargs"])
     model.load_state_dict(checkpoint.tensors(weights))
@@ -214,13 +221,10 @@ def load_file(path: Path, model: nn.Module) -> nn.Module:
 
 
 def about_images(state: dict[str, Any]) -> dict[str, Any]:
-    """What images the model of a checkpoint's `state` takes, in the names of timm's data configuration."""
+    """The images that the model of a checkpoint's `state` takes, as timm's data configuration."""
     recipe = state["train_config"]
-    size = (3, recipe["input_size"], recipe["input_size"])
-    # Older runs do not say by what they normalised: ImageNet's, as today's do unless asked otherwise.
-    colours = {"mean": IMAGENET_DEFAULT_MEAN, "std": IMAGENET_DEFAULT_STD}
-    normalised = {name: tuple(recipe.get(name, value)) for name, value in colours.items()}
-    return {"input_size": size, "crop_pct": recipe["crop_pct"], "interpolation": "bicubic", **normalised}
+    about = {"input_size": (3, recipe["input_size"], recipe["input_size"]), "crop_pct": recipe["crop_pct"]}
+    return {**about, "interpolation": "bicubic", "mean": tuple(recipe["mean"]), "std": tuple(recipe["std"])}
 
 
 def eval_settings(about: dict[str, Any]) -> dict[str, Any]:
@@ -244,7 +248,7 @@ def export(checkpoint: Checkpoint, weights: str, folder: Path) -> Path:
         with usual_mode(incoming / exports.WEIGHTS):
             timm.models.save_for_hf(model, str(incoming), safe_serialization=True, **about)
         config = read_json(incoming / exports.CONFIG, "configuration")
-        config.get("model_args", {}).pop("num_classes", None)  # said above it too; transformers refuses it twice
+        config.get("model_args", {}).pop("num_classes", None)  # it is there twice, which transformers refuses
         write_json(incoming / exports.CONFIG, config)
     return folder / exports.WEIGHTS
 

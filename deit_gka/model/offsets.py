@@ -36,36 +36,36 @@ class SpatialOffsets(nn.Module):
                 f"spatial_offsets {pattern} has {len(self.pattern)} letters but there are {num_heads} heads"
             )
         self._patches: tuple[PatchEmbed, ...] = ()  # a tuple, so that it is not a module of this one
-        self._others = 0
+        self._prefix = 0
 
-    def place(self, patches: PatchEmbed, others: int) -> None:
-        """Take the grid from the model's `patches`, which come after `others` other tokens."""
-        self._patches, self._others = (patches,), others
+    def place(self, patches: PatchEmbed, prefix: int) -> None:
+        """Take the grid from the model's `patches`, which come after `prefix` other tokens."""
+        self._patches, self._prefix = (patches,), prefix
 
     def forward(self, values: torch.Tensor) -> torch.Tensor:
         grid = self._patches[0].grid_size if self._patches else None
-        return neighbours(values, self.pattern, grid, self._others)
+        return neighbours(values, self.pattern, grid, self._prefix)
 
     def extra_repr(self) -> str:
         return self.pattern
 
 
-def neighbours(values: torch.Tensor, pattern: str, grid: tuple[int, int] | None, others: int) -> torch.Tensor:
-    """The values that tokens hold, of `others` tokens and then a grid of patches; see `SpatialOffsets`."""
+def neighbours(values: torch.Tensor, pattern: str, grid: tuple[int, int] | None, prefix: int) -> torch.Tensor:
+    """The values that tokens hold, of `prefix` tokens and then a grid of patches; see `SpatialOffsets`."""
     if grid is None:
         raise ValueError("spatial_offsets are for the deit_*_gka and deit_*_vlt models, which know the patches' grid")
     rows, columns = grid
-    if values.shape[1] != others + rows * columns:
-        expected = f"{others} tokens and {rows} x {columns} patches"
+    if values.shape[1] != prefix + rows * columns:
+        expected = f"{prefix} tokens and {rows} x {columns} patches"
         raise ValueError(f"spatial_offsets need {expected}, got {values.shape[1]} tokens; img_size sets the grid")
     moved = values.clone()
-    here, there = (tokens[:, others:].unflatten(1, (rows, columns)) for tokens in (moved, values))
+    here, there = (tokens[:, prefix:].unflatten(1, (rows, columns)) for tokens in (moved, values))
     for place, letter in enumerate(pattern):
         down, right = NEIGHBOURS[letter]
         if down or right:
             heads = slice(place, None, len(pattern))
             target, source = (
-                (slice(None), _kept(sign * down, rows), _kept(sign * right, columns), heads) for sign in (-1, 1)
+                (slice(None), _rest(sign * down, rows), _rest(sign * right, columns), heads) for sign in (-1, 1)
             )
             here[target] = there[source]
     return moved
@@ -74,7 +74,7 @@ def neighbours(values: torch.Tensor, pattern: str, grid: tuple[int, int] | None,
 torch.fx.wrap("neighbours")  # one node: torch.fx cannot record what is written into a tensor
 
 
-def _kept(step: int, size: int) -> slice:
+def _rest(step: int, size: int) -> slice:
     """The places of a side that are still on it after `step` is taken off at one end: the first, or else the last."""
     return slice(max(0, step), size + min(0, step))
 

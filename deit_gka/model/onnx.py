@@ -11,7 +11,7 @@ from deit_gka.model.plain import plain
 from trainkit_gka import onnx
 from trainkit_gka.progress import console
 
-MOST_IMAGES = 4096  # of a batch; what the exporter is told, not what a runtime checks
+MOST_IMAGES = 4096  # of a batch, for the exporter; runtimes do not check it
 INPUT, OUTPUT = "images", "logits"
 
 

@@ -1,4 +1,4 @@
-"""What weights come with: the names of their classes, and how their images were normalised."""
+"""Metadata of weights: the names of their classes, and the normalisation of their images."""
 
 import contextlib
 from collections.abc import Sequence
@@ -16,31 +16,31 @@ from trainkit_gka.files import read_json
 
 @dataclass
 class Origin:
-    """What is known of weights; what nobody wrote down is empty."""
+    """Metadata of weights; fields that are not recorded are empty."""
 
     classes: Sequence[str] = ()
     mean: tuple[float, ...] = ()
     std: tuple[float, ...] = ()
 
     def warnings(self, source: str, classes: Sequence[str], recipe: Recipe) -> list[str]:
-        """What a run on images of `classes` should know before it starts from these weights."""
-        found = []
+        """Warnings for a run on images of `classes` that starts from these weights."""
+        warnings = []
         if len(self.classes) == len(classes) and not set(self.classes) & set(classes):
             example = f"'{classes[0]}' for '{self.classes[0]}'"
-            found.append(f"{source} has other names for its classes ({example}); its head is taken in their order")
+            warnings.append(f"{source} has other names for its classes ({example}); its head is taken in their order")
         for name in ("mean", "std"):
             theirs, ours = getattr(self, name), getattr(recipe, name)
             if theirs and any(abs(one - other) > 1e-3 for one, other in zip(theirs, ours)):
                 flag = " ".join([f"--{name}", *(f"{value:g}" for value in theirs)])
-                found.append(f"{source} saw images with another {name} than this run's {ours}; {flag} keeps it")
-        return found
+                warnings.append(f"{source} saw images with another {name} than this run's {ours}; {flag} keeps it")
+        return warnings
 
 
 def read_origin(source: str) -> Origin:
-    """What is known of the weights that `warm_start.read_weights` reads from `source`.
+    """Metadata of the weights that `warm_start.read_weights` reads from `source`.
 
-    A run and an exported folder say all of it, as do the files in them; a timm name says the mean and the deviation,
-    another file nothing.
+    Runs, exported folders and the files in them record all of it, timm names the mean and deviation, other files
+    nothing.
     """
     path = Path(source).expanduser()
     path = path.parent if _is_of_checkpoint(path) else path

@@ -1,6 +1,6 @@
-"""A vision transformer in plain matrix operations, as few as it takes: what exporters to other runtimes want.
+"""A vision transformer in plain matrix operations, as few as possible, for exporters to other runtimes.
 
-It computes what the model computes (to rounding) with less work in between:
+It equals the model up to rounding, with fewer operations:
 - Tokens of all images are the rows of one matrix wherever a layer treats them alike.
 - GKA: the norm before it measures the features in sigma, and distances do not see its bias, so both move into its
   weights and those of W_O (channel bandwidths stay by themselves: the values do not have them). The exponent is then
@@ -65,7 +65,7 @@ class ByToken(nn.Module):
 class PlainAttention(nn.Module):
     """softmax(queries keys^T) values, then W_O; a subclass gives the three, (B, H, N, ...) each.
 
-    attn: the layer whose heads and spatial offsets it has.
+    attn: the layer that it replaces; heads and spatial offsets are the same.
     """
 
     def __init__(self, attn: nn.Module, proj: nn.Linear):
@@ -84,7 +84,7 @@ class PlainAttention(nn.Module):
 
 
 class PlainGKA(PlainAttention):
-    """Gaussian kernel attention of the block, whose first norm it changes."""
+    """Gaussian kernel attention of the block. Changes the block's first norm."""
 
     def __init__(self, block: Block):
         attn: GKA = block.attn

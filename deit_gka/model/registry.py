@@ -3,33 +3,27 @@
 They are timm's own ViT with other attention in its blocks; the softmax models are timm's deit_*.
 
 import timm, deit_gka
-model = timm.create_model("deit_tiny_gka_patch16_224")                            # the paper's GKA-Ti
+model = timm.create_model("deit_tiny_gka_patch16_224", num_classes=1000)          # the paper's GKA-Ti
 model = timm.create_model("deit_small_gka_patch16_224", sigma_squared=1.0)        # another starting bandwidth
 model = timm.create_model("deit_tiny_gka_patch16_224", attention="GGGA")          # softmax in every fourth layer
 model = timm.create_model("deit_tiny_gka_patch16_224", spatial_offsets="LUD")     # neighbours' values, see offsets.py
 model = timm.create_model("vit_small_patch16_224", attn_layer="GGGA")             # any timm ViT; "gka" for all layers
 """
 
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
-from timm.models import (
-    build_model_with_cfg,
-    deit,
-    generate_default_cfgs,
-    register_model,
-    vision_transformer,
-    vision_transformer_hybrid,
-    vitamin,
-)
+from timm.models import build_model_with_cfg, generate_default_cfgs, register_model, vision_transformer
 from timm.models.deit import VisionTransformerDistilled
 from timm.models.vision_transformer import Block, VisionTransformer, checkpoint_filter_fn
 from torch import nn
 
 from deit_gka.model.attention import ATTENTION
-from deit_gka.model.blocks import block_of, check_settings
 from deit_gka.model.offsets import place_offsets
+from gka import layer_kinds
 
 SIZES = {
     "tiny": dict(embed_dim=192, depth=12, num_heads=3),
@@ -43,32 +37,52 @@ CROP_PCT = 0.875  # resize to 256, crop 224, as DeiT evaluates (timm's own deit 
 # Any ViT of timm's, by attn_layer
 
 
-def build(
-    architecture: type[nn.Module],
-    name: str,
-    pretrained: bool,
-    attn_layer: str | type[nn.Module] = "",
-    block_fn: type[nn.Module] = Block,
-    **arguments,
-) -> nn.Module:
-    """timm's `build_model_with_cfg`, whose attn_layer may also be one of our classes, a kind's name or a pattern.
+@dataclass(frozen=True)
+class AttentionByLayer:
+    """A kind of attention for every layer.
 
-    Raises ValueError for another pattern, and for blocks whose attention cannot be chosen.
+    pattern: a kind's name, or letters by layer such as GGGA. settings: arguments of the attention classes, which name
+    them in SETTINGS; a layer takes those of its kind. Raises ValueError for a pattern that `gka.layer_kinds` refuses,
+    and for a setting that no kind in it has.
     """
-    if attn_layer in ATTENTION.values():
-        attn_layer = attn_layer.kind
-    known = vision_transformer.ATTN_LAYERS  # ours, timm's, and what others add
-    if isinstance(attn_layer, str) and (attn_layer in ATTENTION or attn_layer not in known):
-        check_settings(attn_layer, {})
-        arguments["block_fn"] = partial(block_of, attn_layer, {}, block_fn)
-    else:
-        arguments |= dict(attn_layer=attn_layer, block_fn=block_fn)
-    return build_model_with_cfg(architecture, name, pretrained, **arguments)
+
+    pattern: str
+    settings: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self):
+        kinds = sorted(set(layer_kinds(self.pattern, len(self.pattern))))
+        for name in self.settings:
+            if not any(name in ATTENTION[kind].SETTINGS for kind in kinds):
+                raise ValueError(f"{name} is not a setting of {' or '.join(kinds)} attention")
+
+    def layer(self, dim: int, depth: int, **arguments) -> nn.Module:
+        """The attention of layer `depth`, from 0. arguments: timm's."""
+        kind = ATTENTION[layer_kinds(self.pattern, depth + 1)[depth]]
+        settings = {name: value for name, value in self.settings.items() if name in kind.SETTINGS}
+        return kind(dim, **arguments, **settings)
 
 
-for family in (deit, vision_transformer, vision_transformer_hybrid, vitamin):
-    family.build_model_with_cfg = build  # so that timm.create_model takes them too
-vision_transformer.ATTN_LAYERS.update(ATTENTION)  # and timm's classes take the names of the kinds
+def is_pattern(attn_layer: Any) -> bool:
+    """Whether timm's argument is a name or pattern of ours, and not one of timm's names."""
+    return isinstance(attn_layer, str) and attn_layer not in vision_transformer.ATTN_LAYERS
+
+
+timms_attention = vision_transformer._create_attn
+
+
+def create_attention(attn_layer, dim: int, *, depth: int = 0, **arguments) -> nn.Module:
+    """The attention of one of timm's blocks: attn_layer may also be a kind's name, a pattern or an `AttentionByLayer`.
+
+    Raises ValueError for another pattern.
+    """
+    if is_pattern(attn_layer):
+        attn_layer = AttentionByLayer(attn_layer)
+    if isinstance(attn_layer, AttentionByLayer):
+        return attn_layer.layer(dim, depth, **arguments)
+    return timms_attention(attn_layer, dim, depth=depth, **arguments)
+
+
+vision_transformer._create_attn = create_attention  # the blocks of timm's ViTs call it by this name
 
 # DeiT with our attention
 
@@ -84,30 +98,11 @@ def takes_attention(name: str) -> bool:
     return name.split(".")[0] in default_cfgs
 
 
-def _configuration(distilled: bool) -> dict[str, Any]:
-    """What timm keeps of a model beside its architecture."""
-    images = dict(input_size=(3, 224, 224), fixed_input_size=True, crop_pct=CROP_PCT, interpolation="bicubic")
-    images |= dict(mean=IMAGENET_DEFAULT_MEAN, std=IMAGENET_DEFAULT_STD)
-    layers = dict(first_conv="patch_embed.proj", classifier=("head", "head_dist") if distilled else "head")
-    return dict(url="", license="mit", num_classes=1000, pool_size=None, **images, **layers)
-
-
-# timm's decorator reads this name of this module.
-default_cfgs = generate_default_cfgs(
-    {
-        model_name(size, kind, distilled): _configuration(distilled)
-        for size in SIZES
-        for kind in OUR_KINDS
-        for distilled in (False, True)
-    }
-)
-
-
 def create(
     size: str,
     kind: str,
-    pretrained: bool,
-    distilled: bool = False,
+    distilled: bool,
+    pretrained: bool = False,
     attention: str | None = None,
     attn_layer: str | type[nn.Module] | None = None,
     block_fn: type[nn.Module] = Block,
@@ -116,101 +111,59 @@ def create(
 ) -> VisionTransformer:
     """DeiT in a size of SIZES.
 
-    attention: another kind than the name's, or a pattern by layer such as GGGA; timm's attn_layer says the same.
-    norm_weight: False takes weight and bias from the norm before attention. arguments: timm's, and settings of the
-    kinds of attention, of which None is the default.
+    distilled: with DeiT's second token and head. attention: another kind than the name's, or a pattern by layer such as
+    GGGA; timm's attn_layer says the same. norm_weight: False takes weight and bias from the norm before attention;
+    GKA's distances then count all channels alike. arguments: timm's, and settings of the kinds of attention, of which
+    None is the default.
     Raises ValueError for settings that none of the kinds has.
     """
     chosen = attention if attn_layer is None else getattr(attn_layer, "kind", attn_layer)
     if not isinstance(chosen, str | None):
         raise ValueError(f"attn_layer of {model_name(size, kind, distilled)} is one of ours, got {chosen.__name__}")
-    pattern = kind if chosen is None else chosen
     settings = {name: arguments.pop(name) for name in SETTINGS & arguments.keys()}
     settings = {name: value for name, value in settings.items() if value is not None}
-    check_settings(pattern, settings)
     model = build_model_with_cfg(
         VisionTransformerDistilled if distilled else VisionTransformer,
         model_name(size, kind, distilled),
         pretrained,
         pretrained_filter_fn=checkpoint_filter_fn,
         feature_cfg=dict(out_indices=arguments.pop("out_indices", 3), feature_cls="getter"),
-        block_fn=partial(block_of, pattern, settings, block_fn, norm_weight=norm_weight),
+        attn_layer=AttentionByLayer(kind if chosen is None else chosen, settings),
+        block_fn=block_fn if norm_weight else partial(without_norm_weight, block_fn),
         **dict(patch_size=16, **SIZES[size]) | arguments,
     )
     place_offsets(model)
     return model
 
 
-@register_model
-def deit_tiny_gka_patch16_224(pretrained: bool = False, **arguments) -> VisionTransformer:
-    """The paper's GKA-Ti: 4.38M parameters, 1.98 GFLOPs at 224 pixels. arguments: see `create`."""
-    return create("tiny", "gka", pretrained, **arguments)
+def without_norm_weight(block_fn: type[nn.Module], **arguments) -> nn.Module:
+    """A block of timm's whose norm before attention has no weight and bias."""
+    block = block_fn(**arguments)
+    block.norm1 = nn.LayerNorm(arguments["dim"], eps=block.norm1.eps, elementwise_affine=False)
+    return block
 
 
-@register_model
-def deit_small_gka_patch16_224(pretrained: bool = False, **arguments) -> VisionTransformer:
-    """The paper's GKA-S: 16.73M parameters, 7.11 GFLOPs at 224 pixels. arguments: see `create`."""
-    return create("small", "gka", pretrained, **arguments)
+def _configuration(distilled: bool) -> dict[str, Any]:
+    """timm's configuration of a model: images, head, licence."""
+    images = dict(input_size=(3, 224, 224), fixed_input_size=True, crop_pct=CROP_PCT, interpolation="bicubic")
+    images |= dict(mean=IMAGENET_DEFAULT_MEAN, std=IMAGENET_DEFAULT_STD)
+    layers = dict(first_conv="patch_embed.proj", classifier=("head", "head_dist") if distilled else "head")
+    return dict(url="", license="mit", num_classes=1000, pool_size=None, **images, **layers)
 
 
-@register_model
-def deit_base_gka_patch16_224(pretrained: bool = False, **arguments) -> VisionTransformer:
-    """The paper's GKA-B: 65.31M parameters, 26.76 GFLOPs at 224 pixels. arguments: see `create`."""
-    return create("base", "gka", pretrained, **arguments)
+def _entrypoint(size: str, kind: str, distilled: bool) -> Callable[..., VisionTransformer]:
+    """The function that timm registers under its own name."""
+
+    def build(pretrained: bool = False, **arguments) -> VisionTransformer:
+        return create(size, kind, distilled, pretrained, **arguments)
+
+    build.__name__ = build.__qualname__ = model_name(size, kind, distilled)
+    build.__doc__ = f"{kind} attention in DeiT's size {size}{', with a distillation token' * distilled}; see `create`."
+    return build
 
 
-@register_model
-def deit_tiny_vlt_patch16_224(pretrained: bool = False, **arguments) -> VisionTransformer:
-    """The paper's VLT-Ti: 5.28M parameters, 2.33 GFLOPs at 224 pixels. arguments: see `create`."""
-    return create("tiny", "vlt", pretrained, **arguments)
-
-
-@register_model
-def deit_small_vlt_patch16_224(pretrained: bool = False, **arguments) -> VisionTransformer:
-    """VLT in DeiT-S. arguments: see `create`."""
-    return create("small", "vlt", pretrained, **arguments)
-
-
-@register_model
-def deit_base_vlt_patch16_224(pretrained: bool = False, **arguments) -> VisionTransformer:
-    """VLT in DeiT-B. arguments: see `create`."""
-    return create("base", "vlt", pretrained, **arguments)
-
-
-# With DeiT's second token and head
-
-
-@register_model
-def deit_tiny_gka_distilled_patch16_224(pretrained: bool = False, **arguments) -> VisionTransformer:
-    """GKA-Ti with a distillation token. arguments: see `create`."""
-    return create("tiny", "gka", pretrained, distilled=True, **arguments)
-
-
-@register_model
-def deit_small_gka_distilled_patch16_224(pretrained: bool = False, **arguments) -> VisionTransformer:
-    """GKA-S with a distillation token. arguments: see `create`."""
-    return create("small", "gka", pretrained, distilled=True, **arguments)
-
-
-@register_model
-def deit_base_gka_distilled_patch16_224(pretrained: bool = False, **arguments) -> VisionTransformer:
-    """GKA-B with a distillation token. arguments: see `create`."""
-    return create("base", "gka", pretrained, distilled=True, **arguments)
-
-
-@register_model
-def deit_tiny_vlt_distilled_patch16_224(pretrained: bool = False, **arguments) -> VisionTransformer:
-    """VLT-Ti with a distillation token. arguments: see `create`."""
-    return create("tiny", "vlt", pretrained, distilled=True, **arguments)
-
-
-@register_model
-def deit_small_vlt_distilled_patch16_224(pretrained: bool = False, **arguments) -> VisionTransformer:
-    """VLT in DeiT-S with a distillation token. arguments: see `create`."""
-    return create("small", "vlt", pretrained, distilled=True, **arguments)
-
-
-@register_model
-def deit_base_vlt_distilled_patch16_224(pretrained: bool = False, **arguments) -> VisionTransformer:
-    """VLT in DeiT-B with a distillation token. arguments: see `create`."""
-    return create("base", "vlt", pretrained, distilled=True, **arguments)
+MODELS = [(size, kind, distilled) for distilled in (False, True) for kind in OUR_KINDS for size in SIZES]
+# timm's decorator reads this name of this module.
+default_cfgs = generate_default_cfgs({model_name(*model): _configuration(model[2]) for model in MODELS})
+for size, kind, distilled in MODELS:
+    register_model(_entrypoint(size, kind, distilled))

@@ -20,7 +20,7 @@ from timm.layers import resample_abs_pos_embed, resample_patch_embed
 from timm.models import load_state_dict
 from torch import nn
 
-from deit_gka.model.checkpoints import WEIGHTS, find_checkpoint, is_export, timm_weights
+from deit_gka.model.checkpoints import find_checkpoint, is_export, timm_weights, weights_in
 from trainkit_gka.cli import UserError
 
 Tensors = dict[str, torch.Tensor]
@@ -50,8 +50,8 @@ class WarmStart:
 def shortened(names: Iterable[str]) -> str:
     """["blocks.0.x", "blocks.1.x", "head"] as "blocks.*.x (2), head"."""
     counts = Counter(re.sub(r"\.\d+\.", ".*.", name) for name in names)
-    shown = [name + (f" ({count})" if count > 1 else "") for name, count in counts.items()]
-    return ", ".join(shown[:8]) + (f" and {len(shown) - 8} more" if len(shown) > 8 else "")
+    words = [name + (f" ({count})" if count > 1 else "") for name, count in counts.items()]
+    return ", ".join(words[:8]) + (f" and {len(words) - 8} more" if len(words) > 8 else "")
 
 
 def read_weights(source: str) -> Tensors:
@@ -64,8 +64,7 @@ def read_weights(source: str) -> Tensors:
     if path.is_dir():
         if not is_export(path):
             checkpoint = find_checkpoint(path)
-            available = [name for name in WEIGHTS if (checkpoint.path / f"{name}.safetensors").exists()]
-            return checkpoint.tensors(available[0])
+            return checkpoint.tensors(weights_in(checkpoint)[0])
         path = path / "model.safetensors"
     if path.is_file():
         return _read_file(path)
@@ -108,19 +107,19 @@ def check_same(source: str, saved: dict[str, str] | None, folder: Path) -> None:
             same = fingerprint(read_weights(source)) == saved["hash"]
     if not same:
         start = f"{saved['from']} as it was then" if saved else "no weights"
-        given = f"--initial-weights is {source or 'not given'} but the run in {folder} started from {start}"
-        raise UserError(f"{given}; give the same, or another --model-tag")
+        differ = f"--initial-weights is {source or 'not given'} but the run in {folder} started from {start}"
+        raise UserError(f"{differ}; give the same, or another --model-tag")
 
 
 @torch.no_grad()
 def warm_start(
     model: nn.Module, weights: Tensors, source: str, theirs: Sequence[str] = (), ours: Sequence[str] = ()
 ) -> WarmStart:
-    """Copy what fits of `weights` into `model`, on its device.
+    """Copy the tensors of `weights` that fit into `model`, on its device.
 
     theirs, ours: names of the classes of the weights and of the model, if known. Where they differ but share some, a
-    head takes the rows of the shared ones, and the others keep their start. Raises UserError if what fits is less than
-    half of the parameters outside the head, or not finite.
+    head takes the rows of the shared ones, and the others keep their start. Raises UserError if less than half of the
+    parameters outside the head fit, or if values are not finite.
     """
     state = model.state_dict()
     weights = _with_queries_and_keys(weights, state)
@@ -186,9 +185,9 @@ def _with_queries_and_keys(weights: Tensors, state: Tensors) -> Tensors:
     """`weights` with the first two thirds of softmax's qkv, queries and keys, under VLT's name for them."""
     renamed = dict(weights)
     for name in [name for name in state if ".qk." in name and name not in weights]:
-        whole, rows = weights.get(name.replace(".qk.", ".qkv.")), state[name].shape[0]
-        if whole is not None and 2 * whole.shape[0] == 3 * rows:
-            renamed[name], renamed[name.replace(".qk.", ".qkv[values].")] = whole[:rows], whole[rows:]
+        joined, rows = weights.get(name.replace(".qk.", ".qkv.")), state[name].shape[0]
+        if joined is not None and 2 * joined.shape[0] == 3 * rows:
+            renamed[name], renamed[name.replace(".qk.", ".qkv[values].")] = joined[:rows], joined[rows:]
             del renamed[name.replace(".qk.", ".qkv.")]
     return renamed
 
@@ -204,14 +203,14 @@ def _resized(name: str, value: torch.Tensor, model: nn.Module) -> torch.Tensor |
         return None
     grid = list(model.patch_embed.grid_size)
     special = target.shape[1] - math.prod(grid)  # tokens that are not patches and have a position
-    for given in (special, 1, 2, 0):  # as many are such tokens of the weights, if the others make a square
-        side = math.isqrt(max(0, value.shape[1] - given))
-        if side and side**2 == value.shape[1] - given:
+    for saved in (special, 1, 2, 0):  # special tokens of the weights: the number that leaves a square
+        side = math.isqrt(max(0, value.shape[1] - saved))
+        if side and side**2 == value.shape[1] - saved:
             break
     else:
         return None
-    patches = resample_abs_pos_embed(value[:, given:].float(), grid, [side, side], num_prefix_tokens=0)
+    patches = resample_abs_pos_embed(value[:, saved:].float(), grid, [side, side], num_prefix_tokens=0)
     prefix = target[:, :special].clone()  # a distillation token that the weights do not have keeps its start
-    both = min(special, given)
+    both = min(special, saved)
     prefix[:, :both] = value[:, :both]
     return torch.cat([prefix, patches.to(prefix.device, prefix.dtype)], dim=1)

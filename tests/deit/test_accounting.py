@@ -3,7 +3,6 @@
 import pytest
 import timm
 import torch
-from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -20,7 +19,7 @@ def cost(kind: str, size: str, **settings):
     return vit_cost(kind, SIZES[size]["embed_dim"], SIZES[size]["depth"], SIZES[size]["num_heads"], **settings)
 
 
-def check_counts(model: nn.Module) -> None:
+def check_counts(model) -> None:
     """What is counted from the model's shape is what its parameters are."""
 
     def numel(part):
@@ -33,14 +32,16 @@ def check_counts(model: nn.Module) -> None:
 
 @pytest.mark.parametrize("distilled", [False, True], ids=["plain", "distilled"])
 @pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("kind", ATTENTION)
+@pytest.mark.parametrize("kind", [*ATTENTION, "GGAV"])
 def test_built_models_have_the_computed_cost(kind, size, distilled):
     """FlopCounterMode counts 2 x multiply-accumulates of matrix products and convolutions, as the paper does.
 
     GKA by SDPA, as on this device, carries |x_j|^2 / (2 sigma^2) in one more channel per head, in the Gram matrix and
     in the mixing, which the paper does not count.
     """
-    model = timm.create_model(model_name(size, kind, distilled), device="meta")
+    pattern = {} if kind in ATTENTION else {"attention": kind}
+    name = model_name(size, "gka" if pattern else kind, distilled)
+    model = timm.create_model(name, device="meta", **pattern)
     ours = cost(kind, size, distilled=distilled)
     check_counts(model)
     assert cost_of(model) == ours
@@ -64,22 +65,17 @@ def test_cost_of_other_shapes(settings):
     check_counts(small(**settings))
 
 
-def test_cost_is_the_sum_over_layers_and_offsets_are_free(capsys):
-    model = timm.create_model(model_name("small", "gka"), attention="GGAV", device="meta")
-    check_counts(model)
-    assert cost_of(model) == cost("GGAV", "small") and cost_of(model).bandwidths == 36
-    kinds = [cost(kind, "small").flops for kind in ("gka", "gka", "softmax", "vlt")]
-    assert cost_of(model).flops == sum(kinds) / 4
+def test_offsets_and_channel_bandwidths_cost_no_flops():
     shape = dict(attention="GVA", depth=3)
     assert cost_of(create(**shape, spatial_offsets="LUD")) == cost_of(create(**shape)) is not None
     assert cost_of(create(channel_bandwidths=True)).flops == cost_of(create()).flops
-    assert cost("vlt", "tiny", value_bias=False).parameters == 5_272_744
 
+
+def test_the_command_prints_a_row_for_a_pattern_and_names_the_flag_of_a_wrong_one(capsys):
     print_accounting(AccountingConfig(attention="GGGA"))
     (row,) = (row for row in capsys.readouterr().out.splitlines() if row.startswith("GGGA tiny"))
     assert row.split()[2:6] == ["4,716,931", "778,203", "3,550,464", "27"]
-    message = in_process(print_accounting, AccountingConfig, "--attention", "GGX", capsys=capsys)
-    assert "--attention must be one of" in message
+    assert "--attention" in in_process(print_accounting, AccountingConfig, "--attention", "GGX", capsys=capsys)
 
 
 UNKNOWN = {

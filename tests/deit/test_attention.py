@@ -146,12 +146,6 @@ def test_layers_equal_their_definitions(kind, shape, fused, is_causal):
     check(layer, x, visible, eps=applied_eps(kind, fused), is_causal=is_causal)
 
 
-def test_value_less_attention_without_a_bias_of_the_values():
-    layer, x = make_layer("vlt", (2, 7, 2, 3), value_bias=False)
-    assert layer.value_bias is None
-    check(layer, x)
-
-
 @kinds
 def test_dropout_acts_in_training_only(kind):
     layer, x = make_layer(kind, (2, 9, 2, 8), attn_drop=0.4)
