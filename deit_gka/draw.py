@@ -3,7 +3,7 @@
     python -m deit_gka.draw --run out/runs/deit_tiny_gka_patch16_224 --image cat.jpg
     python -m deit_gka.draw --model deit_tiny_gka_patch16_224
 
-Writes OUT/<model>/<family>.png, or <family>-<image>.png for what is about one image, and a PDF beside each.
+Writes OUT/<model>/<family>.png, or <family>-<image>.png for figures of one image, and a PDF beside each.
 """
 
 import functools
@@ -16,7 +16,7 @@ from PIL.Image import Image
 
 from deit_gka.figures.families import FAMILIES, why_not
 from deit_gka.figures.matrices import draw_matrices
-from deit_gka.figures.subjects import Drawn, check_repeats, images_for, of_run, of_timm, photographs, subjects_of
+from deit_gka.figures.subjects import DrawnModel, check_repeats, images_for, of_run, of_timm, photographs, subjects_of
 from trainkit_gka.cli import CountOrAll, UserError, run
 from trainkit_gka.files import check_named
 
@@ -78,13 +78,13 @@ def demo_run(demo: Path) -> Path | None:
     return next(iter(sorted(demo.glob("runs/digits-gka-*"))), None)
 
 
-def load(config: DrawConfig) -> tuple[list[Drawn], list[Drawn], dict[str, Image]]:
+def load(config: DrawConfig) -> tuple[list[DrawnModel], list[DrawnModel], dict[str, Image]]:
     """The model and its twins, at the size to draw them, the runs that repeat the model, and the images."""
     if not (config.run or config.model):
         check_named(config.demo, DrawConfig.demo, "the outputs of make demo")
     chosen = config.run or (None if config.model else demo_run(config.demo))
 
-    def runs(*paths: Path) -> list[Drawn]:
+    def runs(*paths: Path) -> list[DrawnModel]:
         return [of_run(path, config.weights, config.best, config.image_size) for path in paths]
 
     if chosen is None:

@@ -1,2 +1,2 @@
-"""The paper's figures of vision models: a file for every family, in the table of `families`. `subjects` says what is
-drawn, `maps` computes W, `measures` what is read off it, `groups` and `sheet` are what the pictures share."""
+"""The paper's figures of vision models: a file for every family, in the table of `families`. `subjects` loads models
+and images, `maps` computes W, `measures` reads numbers off it, and `sheet` lays out the pictures."""

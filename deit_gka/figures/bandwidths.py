@@ -1,4 +1,4 @@
-"""The learned bandwidths: σ by head and layer, and beside it what says whether a σ is narrow or wide (paper,
+"""The learned bandwidths: σ by head and layer, beside it σ over the median distance and effective tokens (paper,
 supplement)."""
 
 from collections.abc import Sequence
@@ -6,27 +6,23 @@ from pathlib import Path
 
 import numpy as np
 
-from deit_gka.figures.groups import runs_of_recipe
-from deit_gka.figures.measures import effective_tokens, median_distance
-from deit_gka.figures.sheet import Subject, save, sheet
+from deit_gka.figures.sheet import runs_of_recipe
+from deit_gka.figures.subjects import Subject
 from trainkit_gka.figures.charts import heat_map, lines
-from trainkit_gka.plots import Figure, ink
+from trainkit_gka.figures.measures import by_head, effective_tokens, median_distance
+from trainkit_gka.figures.sheet import legend_beside, save, sheet
+from trainkit_gka.plots import BLACK, Figure
 
 
 def relative_bandwidths(subject: Subject) -> np.ndarray:
     """σ over the median distance of two tokens of that layer and head, (L, H); NaN in layers without σ."""
-    missing = np.full(subject.num_heads, np.nan)
-    return np.stack(
-        [
-            missing if layer.sigma is None else (layer.sigma / median_distance(layer.features)).numpy()
-            for layer in subject.layers
-        ]
-    )
+    ratios = [None if s.sigma is None else s.sigma / median_distance(s.features) for s in subject.layers]
+    return by_head(ratios, subject.num_heads)
 
 
 def widths(subject: Subject) -> np.ndarray:
     """Effective tokens of every layer and head, (L, H), whatever the kind."""
-    return np.stack([effective_tokens(layer.weights).numpy() for layer in subject.layers])
+    return by_head([effective_tokens(layer.weights) for layer in subject.layers], subject.num_heads)
 
 
 def numbers_of(subjects: Sequence[Subject]) -> np.ndarray:
@@ -61,11 +57,11 @@ def draw_bandwidths(subjects: Sequence[Subject], folder: Path) -> list[Figure]:
     heat_map(figure, axes[0, 1], relative, "(b) σ / median distance")
     lines(axes[1, 0], sigma, "(c) σ over depth", "σ", spread[0], name)
     if {layer.initial_sigma for layer in first.layers if layer.sigma is not None} == {initial}:
-        axes[1, 0].axhline(initial, color=ink(), linestyle="--", linewidth=1, label=f"initial, {initial:.2f}")
+        axes[1, 0].axhline(initial, color=BLACK, linestyle="--", linewidth=1, label=f"initial, {initial:.2f}")
     lines(axes[1, 1], effective, "(d) effective tokens over depth", f"effective tokens of {count}", spread[1], name)
     for above, below in axes.T:
         above.set_ylabel(name)
-        below.legend(fontsize=7, loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False)
+        legend_beside(below)
     values = {"sigma": sigma, "sigma / median distance": relative, "effective tokens": effective}
     if len(runs) > 1:
         values |= {"least sigma": low[0], "largest sigma": high[0]}

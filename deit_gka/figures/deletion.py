@@ -1,5 +1,5 @@
-"""What an order of patches is worth: delete the patches that come first in it, and see how soon the model loses its
-class (the deletion metric of RISE, Petsiuk et al. 2018, arXiv 1806.07421)."""
+"""The deletion metric of RISE (Petsiuk et al. 2018, arXiv 1806.07421): delete patches in an order of importance, and
+measure how soon the model loses its class."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -7,9 +7,10 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from deit_gka.figures.groups import by_image
 from deit_gka.figures.rollout import rollout
-from deit_gka.figures.sheet import Subject, plain, save, sheet
+from deit_gka.figures.sheet import by_image
+from deit_gka.figures.subjects import Subject
+from trainkit_gka.figures.sheet import legend_beside, plain, save, sheet
 from trainkit_gka.plots import BLUE, GREEN, GREY, ORANGE, SKY, Figure
 
 STEPS = 16
@@ -20,7 +21,7 @@ STYLES = {"rollout": "-", "CLS": "--", "random": ":"}
 
 
 def orders(subject: Subject) -> dict[str, torch.Tensor]:
-    """Orders of the patches, (K, R * C), by what says which comes first; K is 1, or RANDOM_ORDERS for random ones."""
+    """Orders of the patches, (K, R * C), by the name of the order; K is 1, or RANDOM_ORDERS for random ones."""
     tokens = subject.tokens
     total = tokens.read(rollout([layer.weights for layer in subject.layers], tokens))
     last = tokens.read(subject.layers[-1].weights.mean(0))
@@ -50,8 +51,8 @@ def deletion_curve(subject: Subject, order: torch.Tensor) -> tuple[np.ndarray, n
     count = len(order)
     counts = torch.linspace(0, count, min(count, STEPS) + 1).round().long()
     images = without(subject, order, counts)
-    found = torch.cat([subject.probabilities(batch) for batch in images.split(BATCH)])
-    return (counts / count).numpy(), found[:, found[0].argmax()].numpy()
+    probabilities = torch.cat([subject.probabilities(batch) for batch in images.split(BATCH)])
+    return (counts / count).numpy(), probabilities[:, probabilities[0].argmax()].numpy()
 
 
 def class_of(subject: Subject) -> str:
@@ -85,11 +86,10 @@ def draw_deletion(subjects: Sequence[Subject], folder: Path) -> list[Figure]:
 
 def _draw_panel(axis, models: Sequence[Subject]) -> list[dict]:
     """Draw the curves of the models on one image. Returns their numbers."""
-    rows = []
-    said = []
+    rows, classes = [], []
     for number, subject in enumerate(models):
         named = class_of(subject)
-        said += [named] if named not in said else []
+        classes += [named] if named not in classes else []
         shared = [each.colour for each in models].count(subject.colour) > 1  # a hybrid beside another
         colour = MORE[number % len(MORE)] if shared else subject.colour
         for name, some in orders(subject).items():
@@ -103,8 +103,8 @@ def _draw_panel(axis, models: Sequence[Subject]) -> list[dict]:
             place = {"model": subject.model, "image": subject.image, "class": named, "order": name}
             rows.append({**place, "probability of the whole image": float(curve[0]), "area under the curve": area})
     axis.set(xlabel="share of the patches that is deleted", xlim=(0, 1))
-    axis.set_ylabel(f"probability of {plain(' or '.join(said))}", fontsize=8)
+    axis.set_ylabel(f"probability of {plain(' or '.join(classes))}", fontsize=8)
     axis.set_title(plain(models[0].image), fontsize=10)
     axis.grid(alpha=0.3)
-    axis.legend(fontsize=7, loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False, title="area", title_fontsize=7)
+    legend_beside(axis, title="area")
     return rows

@@ -5,10 +5,12 @@ from pathlib import Path
 
 import torch
 
-from deit_gka.figures.groups import by_model
 from deit_gka.figures.measures import attended_distance
-from deit_gka.figures.sheet import Subject, plain, save, sheet
-from trainkit_gka.plots import Figure, ink, shades
+from deit_gka.figures.sheet import by_model
+from deit_gka.figures.subjects import Subject
+from trainkit_gka.figures.charts import lines
+from trainkit_gka.figures.sheet import legend_beside, plain, save, sheet
+from trainkit_gka.plots import BLACK, Figure
 
 
 def draw_distances(subjects: Sequence[Subject], folder: Path) -> list[Figure]:
@@ -28,9 +30,9 @@ def draw_distances(subjects: Sequence[Subject], folder: Path) -> list[Figure]:
     for axis, of_model in zip(axes[0], models):
         subject, distances = of_model[0], mean_distances(of_model)
         top = max(top, 1.05 * _uniform(subject), 1.05 * float(distances.max()))
-        _draw_lines(axis, subject, distances)
-        if len(models) > 1:
-            axis.set_title(plain(subject.model), fontsize=9)
+        lines(axis, distances.numpy(), plain(subject.model) if len(models) > 1 else "", "")
+        axis.axhline(_uniform(subject), color=BLACK, linestyle="--", linewidth=1, label="uniform")
+        axis.axhline(subject.tokens.patch[1], color=BLACK, linestyle=":", linewidth=1, label="one patch")
         rows += [
             {"model": subject.model, "layer": layer, "head": head, "pixels": value}
             for layer, heads in enumerate(distances.tolist(), start=1)
@@ -39,9 +41,7 @@ def draw_distances(subjects: Sequence[Subject], folder: Path) -> list[Figure]:
     for axis in axes[0]:
         axis.set_ylim(0, top)
     axes[0, 0].set_ylabel("pixels")
-    most = max(axes[0], key=lambda axis: len(axis.lines))
-    beside = dict(loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False)
-    axes[0, -1].legend(*most.get_legend_handles_labels(), fontsize=7, **beside)
+    legend_beside(axes[0, -1], like=max(axes[0], key=lambda axis: len(axis.lines)))
     return [Figure(save(figure, folder / "distance.png"), title, text, rows)]
 
 
@@ -53,13 +53,3 @@ def mean_distances(subjects: Sequence[Subject]) -> torch.Tensor:
 
 def _uniform(subject: Subject) -> float:
     return float(subject.tokens.distances().mean())
-
-
-def _draw_lines(axis, subject: Subject, distances: torch.Tensor) -> None:
-    layers = range(1, len(distances) + 1)
-    for head, (line, colour) in enumerate(zip(distances.T, shades(distances.shape[1])), start=1):
-        axis.plot(layers, line, marker="o", markersize=4, color=colour, label=f"head {head}")
-    axis.axhline(_uniform(subject), color=ink(), linestyle="--", linewidth=1, label="uniform")
-    axis.axhline(subject.tokens.patch[1], color=ink(), linestyle=":", linewidth=1, label="one patch")
-    axis.set(xlabel="layer", xticks=layers)
-    axis.grid(alpha=0.3)

@@ -5,31 +5,29 @@ from pathlib import Path
 
 import torch
 
-from deit_gka.figures.groups import blocks, by_image, caption
 from deit_gka.figures.matrices import matrix_picture, off_diagonal
-from deit_gka.figures.measures import diagonal_mass, effective_tokens
-from deit_gka.figures.sheet import Subject, coloured, from_zero, logarithmic, save, scale
+from deit_gka.figures.sheet import by_image, caption, draw_sheet
+from deit_gka.figures.subjects import Subject
+from trainkit_gka.figures.measures import diagonal_mass, effective_tokens
+from trainkit_gka.figures.sheet import coloured, from_zero, logarithmic, scale
 from trainkit_gka.plots import Figure
 
 
 def draw_evolution(subjects: Sequence[Subject], folder: Path) -> list[Figure]:
     """Draw a sheet for every image: layers across; down, W and its CLS row; the image once; by model."""
-    return [_draw_sheet(models, models[0].file(folder, "evolution")) for models in by_image(subjects)]
-
-
-def _draw_sheet(models: Sequence[Subject], path: Path) -> Figure:
-    text = caption(
-        models,
-        "The mean over heads of W (above; its diagonal grey, its mass and the effective tokens, exp(entropy), below "
-        f"it), and its {models[0].tokens.reader} over the patches. One scale for a row of "
-        "pictures: logarithmic for W, linear from 0 below. σ: the mean over heads, where a layer has it. The paper "
-        "turns this sheet by 90 degrees: a row for every layer.",
-    )
-    title, margins = "Kernel evolution over depth", (0.55, 0.8, 0.75, 0.1)
-    size = (1.45, 1.45)
-    figure, parts = blocks(models, [2] * len(models), size, title, text, margins, (0.08, 0.42), 7, image=1)
-    rows = [row for subject, axes in zip(models, parts) for row in _draw_block(figure, axes, subject)]
-    return Figure(save(figure, path), title, text, rows)
+    layout = dict(cell=(1.45, 1.45), margins=(0.55, 0.8, 0.75, 0.1), gaps=(0.08, 0.42), fontsize=7, image=1)
+    figures = []
+    for models in by_image(subjects):
+        text = caption(
+            models,
+            "The mean over heads of W (above; its diagonal grey, its mass and the effective tokens, exp(entropy), "
+            f"below it), and its {models[0].tokens.reader} over the patches. One scale for a row of pictures: "
+            "logarithmic for W, linear from 0 below. σ: the mean over heads, where a layer has it. The paper turns "
+            "this sheet by 90 degrees: a row for every layer.",
+        )
+        path, rows = models[0].file(folder, "evolution"), [2] * len(models)
+        figures.append(draw_sheet(models, path, "Kernel evolution over depth", text, rows, draw=_draw_block, **layout))
+    return figures
 
 
 def _draw_block(figure, axes, subject: Subject) -> list[dict]:

@@ -7,21 +7,21 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from matplotlib.colors import to_rgb
 from matplotlib.patches import FancyBboxPatch
 from matplotlib.patheffects import withStroke
 
-from deit_gka.figures.groups import by_image
 from deit_gka.figures.matrices import matrix_picture, off_diagonal
-from deit_gka.figures.sheet import BOX, Subject, bare, coloured, frame, linear, logarithmic, save, sheet
+from deit_gka.figures.sheet import BOX, by_image, frame
+from deit_gka.figures.subjects import Subject
 from gka import KINDS, attention_cost, gaussian_weights
-from trainkit_gka.plots import Figure, ink, paper
+from trainkit_gka.figures.sheet import bare, coloured, linear, logarithmic, save, sheet
+from trainkit_gka.plots import Figure
 
 FACTORS = (0.5, 1.0, 2.0)  # of the model's own sigma
 FEW = 6
 MIDDLE, HALF = 4.3, 3.5  # where the block's boxes are, and half of their width, of 10 across
 SHADE = {"learned": "#cfe0f5", "fixed": "#f3f3f3", "kernel": "#fbe3b5"}
-# What is above the output projection in a block, from below: (text, which shade).
+# The parts of a block between LayerNorm and output projection, from below: (text, shade).
 MIXING = {
     "softmax": [("queries, keys, values: W_Q, W_K, W_V", "learned"), ("softmax(q·k / √d), weighted sum of v", "fixed")],
     "gka": [
@@ -122,7 +122,7 @@ def _draw_patches(axes, subject: Subject, places: Sequence[tuple[int, int]], pie
     for axis, start in ((first, 0), (second, half)):
         group = pieces[start : start + half]
         if group:
-            between = np.ones((group[0].shape[0], max(1, group[0].shape[1] // 8), 3)) * to_rgb(paper())
+            between = np.ones((group[0].shape[0], max(1, group[0].shape[1] // 8), 3))
             axis.imshow(np.concatenate([part for piece in group for part in (piece, between)][:-1], axis=1))
             step = group[0].shape[1] + between.shape[1]
             for number, name in enumerate(_names(places)[start : start + half]):
@@ -143,7 +143,7 @@ def _draw_matrix(axis, matrix: torch.Tensor) -> None:
 
 
 def draw_block(subjects: Sequence[Subject], folder: Path) -> list[Figure]:
-    """Draw the block with projections and the block with the kernel side by side, with what they learn."""
+    """Draw the block with projections and the block with the kernel side by side, with the numbers of parameters."""
     subject = subjects[0]
     number = _first_layer(subject)
     layer = subject.layers[number]
@@ -188,9 +188,9 @@ def _draw_column(axis, kind: str, parameters: int) -> None:
         edges.append((bottom, bottom + height))
         bottom += height + (1.25 if number == 3 else 0.7)
     for (_, low), (high, _) in itertools.pairwise([*edges, (12.6, 12.6)]):
-        arrow = dict(arrowstyle="->", linewidth=0.9, shrinkA=0, shrinkB=0, color=ink())
+        arrow = dict(arrowstyle="->", linewidth=0.9, shrinkA=0, shrinkB=0, color="black")
         axis.annotate("", (MIDDLE, high), (MIDDLE, low), arrowprops=arrow)
     for start, end in ((0.6, edges[4][1] + 0.45), (edges[4][1] + 0.75, edges[6][1] + 0.45)):
         axis.plot([MIDDLE, 0.3, 0.3, MIDDLE], [start, start, end, end], color="grey", linewidth=0.9)
-        axis.text(MIDDLE, end, "+", ha="center", va="center", fontsize=8,
-                  bbox=dict(boxstyle="circle,pad=0.1", facecolor=paper(), edgecolor=ink(), linewidth=0.7))  # fmt: skip
+        circle = dict(boxstyle="circle,pad=0.1", facecolor="white", edgecolor="black", linewidth=0.7)
+        axis.text(MIDDLE, end, "+", ha="center", va="center", fontsize=8, bbox=circle)

@@ -1,4 +1,4 @@
-"""The table of the families: what `FAMILIES[name](subjects, folder)` draws, and what a family needs of a model."""
+"""The table of the families, drawn by `FAMILIES[name](subjects, folder)`, and the families that need a bandwidth."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -12,7 +12,7 @@ from deit_gka.figures.explanation import draw_block, draw_operator
 from deit_gka.figures.matrices import draw_matrices
 from deit_gka.figures.patch_to_patch import draw_patch_to_patch, draw_patch_to_patch_heads
 from deit_gka.figures.rollout import draw_rollout
-from deit_gka.figures.sheet import Subject
+from deit_gka.figures.subjects import Subject
 from trainkit_gka.plots import Figure
 
 FAMILIES: dict[str, Callable[[Sequence[Subject], Path], list[Figure]]] = {

@@ -22,7 +22,7 @@ ROUNDINGS = 8  # how many times its own epsilon a half-precision output may be o
 
 @dataclass(frozen=True)
 class LayerMaps:
-    """What one attention layer did; the leading B is missing after `of_image`."""
+    """W of one attention layer, and its bandwidths; without the leading B after `of_image`."""
 
     kind: str  # a row of gka/kinds.py
     weights: torch.Tensor  # W, (B, H, N, N), float32, rows sum to 1
@@ -39,7 +39,7 @@ class LayerMaps:
 
 @dataclass(frozen=True)
 class Call:
-    """What a layer was called with, and what it returned."""
+    """A layer's arguments and output."""
 
     attention: nn.Module
     args: tuple
@@ -83,8 +83,10 @@ def attention_layers(model: nn.Module) -> list[nn.Module]:
     layers = [getattr(block, "attn", None) for block in blocks]
     for number, layer in enumerate(layers, start=1):
         if not isinstance(getattr(layer, "attn_drop", None), nn.Module) or not hasattr(layer, "num_heads"):
-            what = f"{type(blocks[number - 1]).__name__} with {type(layer).__name__}"
-            raise UserError(f"the attention of {name} is not known here: layer {number} is a {what}, without attn_drop")
+            block = f"{type(blocks[number - 1]).__name__} with {type(layer).__name__}"
+            raise UserError(
+                f"the attention of {name} is not known here: layer {number} is a {block}, without attn_drop"
+            )
     return layers
 
 
@@ -98,8 +100,8 @@ def _maps(number: int, call: Call) -> LayerMaps:
         raise UserError(f"W of {layer} cannot be computed in float64: {reason_of(error)}") from error
     shape = (*x.shape[:1], attention.num_heads, *x.shape[1:2] * 2)
     if weights is None or weights.shape != shape:
-        shown = "nothing" if weights is None else f"a tensor of shape {tuple(weights.shape)}"
-        raise UserError(f"W of {layer} is not known here: {shown} came to attn_drop instead of {shape}")
+        seen = "nothing" if weights is None else f"a tensor of shape {tuple(weights.shape)}"
+        raise UserError(f"W of {layer} is not known here: {seen} came to attn_drop instead of {shape}")
     if not ((weights.sum(-1) - 1).abs() < TOLERANCE).all():
         raise UserError(f"W of {layer} is not known here: rows of what came to attn_drop do not sum to 1")
     output = call.output.to(again)
@@ -122,10 +124,10 @@ def _maps(number: int, call: Call) -> LayerMaps:
 
 
 def _weights_and_output(call: Call) -> tuple[torch.Tensor | None, torch.Tensor]:
-    """What came to `attn_drop` when a copy in float64 repeated the call without fusion, and what the copy returned."""
+    """W at `attn_drop` and the output, of a copy in float64 that repeats the call without fusion."""
     place = torch.device("cpu") if call.output.device.type == "mps" else call.output.device  # MPS has no float64
     attention = copy.deepcopy(call.attention).to(place, torch.float64).eval()
-    for module in attention.modules():  # it may have others' hooks
+    for module in attention.modules():  # other programs' hooks
         module._forward_hooks.clear()
         module._forward_pre_hooks.clear()
     attention.fused_attn = False

@@ -1,16 +1,17 @@
 """W as it is, of every layer and head, the diagonal masked (paper, supplement)."""
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import torch
-from matplotlib.colors import to_rgb
 
-from deit_gka.figures.groups import blocks, by_image, caption
-from deit_gka.figures.measures import diagonal_mass
-from deit_gka.figures.sheet import GREY, Subject, coloured, linear, save
-from trainkit_gka.plots import Figure, paper
+from deit_gka.figures.sheet import by_image, caption, draw_sheet, label_heads
+from deit_gka.figures.subjects import Subject
+from trainkit_gka.figures.measures import diagonal_mass
+from trainkit_gka.figures.sheet import GREY, coloured, linear
+from trainkit_gka.plots import Figure
 
 SATURATED = 0.995  # a few pairs of equal patches would leave the rest dark
 
@@ -26,8 +27,8 @@ def subsample(weights: torch.Tensor, tokens: int) -> torch.Tensor:
     count = weights.shape[-1]
     if not 0 < tokens < count:
         return weights
-    kept = torch.linspace(0, count - 1, tokens).round().long()
-    return weights[..., kept, :][..., kept]
+    chosen = torch.linspace(0, count - 1, tokens).round().long()
+    return weights[..., chosen, :][..., chosen]
 
 
 def matrix_picture(weights: torch.Tensor, norm, prefix: int) -> np.ndarray:
@@ -40,8 +41,7 @@ def matrix_picture(weights: torch.Tensor, norm, prefix: int) -> np.ndarray:
     for axis in (0, 1):
         before, patches = np.split(picture, [prefix], axis=axis)
         before = np.repeat(before, broad, axis=axis)
-        gap = np.take(before, [0], axis=axis).repeat(max(1, broad // 2), axis=axis)
-        gap[...] = np.uint8(255 * np.array(to_rgb(paper())))
+        gap = np.full_like(np.take(before, [0], axis=axis).repeat(max(1, broad // 2), axis=axis), 255)
         picture = np.concatenate([before, gap, patches], axis=axis)
     return picture
 
@@ -51,7 +51,21 @@ def draw_matrices(subjects: Sequence[Subject], folder: Path, tokens: int = -1) -
 
     tokens: how many are drawn, -1 = all.
     """
-    return [_draw_sheet(models, models[0].file(folder, "matrices"), tokens) for models in by_image(subjects)]
+    layout = dict(cell=(1.45, 1.45), margins=(0.5, 0.3, 0.75, 0.3), gaps=(0.1, 0.24), fontsize=7)
+    figures = []
+    for models in by_image(subjects):
+        count, (drawn, prefix) = models[0].tokens.count, _drawn(models[0], tokens)
+        before = f" The tokens before the patches ({prefix}) are drawn broad, apart from them." if prefix else ""
+        text = caption(
+            models,
+            f"W of every head, {drawn} × {drawn} of {count} × {count}: queries down, keys across.{before} The diagonal "
+            "is grey; below a matrix: its mass (the mean weight that a token gives itself) and the largest weight off "
+            f"it. The colours of a matrix run over its own range off the diagonal, up to the {SATURATED:.1%} quantile.",
+        )
+        path, rows = models[0].file(folder, "matrices"), [subject.num_heads for subject in models]
+        title, draw = "Attention matrices W without their diagonal", partial(_draw_block, tokens)
+        figures.append(draw_sheet(models, path, title, text, rows, draw=draw, **layout))
+    return figures
 
 
 def _drawn(subject: Subject, tokens: int) -> tuple[int, int]:
@@ -61,34 +75,18 @@ def _drawn(subject: Subject, tokens: int) -> tuple[int, int]:
     return drawn, subject.tokens.prefix if drawn == count else int(subject.tokens.has_class)
 
 
-def _draw_sheet(models: Sequence[Subject], path: Path, tokens: int) -> Figure:
-    count, (drawn, prefix) = models[0].tokens.count, _drawn(models[0], tokens)
-    before = f" The tokens before the patches ({prefix}) are drawn broad, apart from them." if prefix else ""
-    text = caption(
-        models,
-        f"W of every head, {drawn} × {drawn} of {count} × {count}: queries down, keys across.{before} The diagonal is "
-        "grey; below a matrix: its mass (the mean weight that a token gives itself) and the largest weight off it. "
-        f"The colours of a matrix run over its own range off the diagonal, up to the {SATURATED:.1%} quantile.",
-    )
-    title, heads = "Attention matrices W without their diagonal", [subject.num_heads for subject in models]
-    figure, parts = blocks(models, heads, (1.45, 1.45), title, text, (0.5, 0.3, 0.75, 0.3), (0.1, 0.24), fontsize=7)
-    rows = [row for subject, axes in zip(models, parts) for row in _draw_block(axes, subject, tokens)]
-    return Figure(save(figure, path), title, text, rows)
-
-
-def _draw_block(axes, subject: Subject, tokens: int) -> list[dict]:
+def _draw_block(tokens: int, figure, axes, subject: Subject) -> list[dict]:
     """Draw a model's matrices. Returns their numbers."""
     rows, (_, prefix) = [], _drawn(subject, tokens)
     for number, (column, layer) in enumerate(zip(axes.T, subject.layers), start=1):
         masses = diagonal_mass(layer.weights).tolist()
         for head, (axis, weights, mass) in enumerate(zip(column, layer.weights, masses), start=1):
-            shown = subsample(weights, tokens)
-            off, most = off_diagonal(shown), float(off_diagonal(weights).max())
-            picture = matrix_picture(shown, linear(off[off <= float(np.quantile(off.numpy(), SATURATED))]), prefix)
+            some = subsample(weights, tokens)
+            off, most = off_diagonal(some), float(off_diagonal(weights).max())
+            picture = matrix_picture(some, linear(off[off <= float(np.quantile(off.numpy(), SATURATED))]), prefix)
             axis.imshow(picture, interpolation="none")
             axis.set_xlabel(f"diagonal {mass:.3f}, max {most:#.2g}", labelpad=2)
             place = {"model": subject.model, "layer": number, "head": head}
             rows.append({**place, "diagonal mass": mass, "largest off it": most})
-    for head, axis in enumerate(axes[:, 0], start=1):
-        axis.set_ylabel(f"head {head}", fontsize=9)
+    label_heads(axes)
     return rows

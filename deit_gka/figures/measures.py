@@ -1,4 +1,4 @@
-"""Where the tokens of an image are, and numbers that say in short what a matrix W does.
+"""Where the tokens of an image are, and how far its patches look.
 
 Tokens are the prefix (class, distillation, registers: timm puts them first) and then the patches row by row, so that
 the patch in row r and column c is token prefix + columns * r + c.
@@ -8,13 +8,6 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
-
-from trainkit_gka.figures.measures import (  # noqa: F401 (the figures take all of these from here)
-    diagonal_mass,
-    effective_tokens,
-    entropy,
-    median_distance,
-)
 
 
 @dataclass(frozen=True)

@@ -1,13 +1,15 @@
-"""What four patches look at: their rows of W, the mean over heads and head by head (paper, supplement)."""
+"""Attention of four patches: their rows of W, the mean over heads and head by head (paper, supplement)."""
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
 
-from deit_gka.figures.groups import blocks, by_image, caption
 from deit_gka.figures.measures import Tokens
-from deit_gka.figures.sheet import GREY, Subject, cell_size, coloured, frame, logarithmic, save, scale_below
+from deit_gka.figures.sheet import by_image, caption, cell_size, draw_sheet, frame, label_heads
+from deit_gka.figures.subjects import Subject
+from trainkit_gka.figures.sheet import GREY, coloured, logarithmic, scale_below
 from trainkit_gka.plots import Figure
 
 
@@ -20,16 +22,16 @@ def query_distances(maps: torch.Tensor, tokens: Tokens) -> torch.Tensor:
     """How far the four patches look, in pixels: the distance, weighted by their maps. (..., 4, *grid) -> (..., 4)."""
     rows = maps.flatten(-2)
     rows = rows / rows.sum(-1, keepdim=True).clamp(min=torch.finfo(rows.dtype).tiny)
-    own = [tokens.token(*query) - tokens.prefix for query in tokens.queries()]
-    return (rows * tokens.distances()[own]).sum(-1)
+    places = [tokens.token(*query) - tokens.prefix for query in tokens.queries()]
+    return (rows * tokens.distances()[places]).sum(-1)
 
 
-def without_own(maps: torch.Tensor, tokens: Tokens) -> torch.Tensor:
+def without_itself(maps: torch.Tensor, tokens: Tokens) -> torch.Tensor:
     """The weights in the maps of the four patches of all patches but themselves, (..., 4, *grid) -> (K,)."""
-    kept = torch.ones(maps.shape[-3:], dtype=torch.bool)
+    mask = torch.ones(maps.shape[-3:], dtype=torch.bool)
     for number, query in enumerate(tokens.queries()):
-        kept[(number, *query)] = False
-    return maps[..., kept].flatten()
+        mask[(number, *query)] = False
+    return maps[..., mask].flatten()
 
 
 def draw_patch_to_patch(subjects: Sequence[Subject], folder: Path) -> list[Figure]:
@@ -52,14 +54,12 @@ def _draw_mean(models: Sequence[Subject], path: Path) -> Figure:
         "Rows of W of four patches, framed, the mean over heads, over all patches. The scale is logarithmic and shared "
         "by a layer (the bar below it): the patch's weight of itself would flatten a linear one.",
     )
-    title, size = "Patch-to-patch attention", cell_size(models[0], 1.25)
-    margins = (0.3, 0.3, 0.75, 0.35)
-    figure, parts = blocks(models, [4] * len(models), size, title, text, margins, (0.22, 0.12), image=0)
-    rows = [row for subject, axes in zip(models, parts) for row in _draw_mean_block(figure, axes, subject, size[1])]
-    return Figure(save(figure, path), title, text, rows)
+    cell, rows = cell_size(models[0], 1.25), [4] * len(models)
+    layout = dict(rows=rows, cell=cell, margins=(0.3, 0.3, 0.75, 0.35), gaps=(0.22, 0.12), image=0)
+    return draw_sheet(models, path, "Patch-to-patch attention", text, draw=partial(_draw_mean_block, cell[1]), **layout)
 
 
-def _draw_mean_block(figure, axes, subject: Subject, inches: float) -> list[dict]:
+def _draw_mean_block(inches: float, figure, axes, subject: Subject) -> list[dict]:
     """Draw a model's maps, `inches` high. Returns their numbers."""
     tokens, rows = subject.tokens, []
     for number, (column, layer) in enumerate(zip(axes.T, subject.layers), start=1):
@@ -84,31 +84,27 @@ def _draw_heads(models: Sequence[Subject], query: int, path: Path) -> Figure:
         "logarithmic and shared by a layer (the bar below it). Below a map: the mean distance to the patches that the "
         "patch attends to, in pixels, and the weight of itself.",
     )
-    title, size = f"What the patch in {name} looks at, head by head", cell_size(models[0], 1.3)
-    counts, margins = [subject.num_heads for subject in models], (0.3, 0.3, 0.75, 0.52)
-    figure, parts = blocks(models, counts, size, title, text, margins, (0.22, 0.2), 7, image=0)
-    rows = []
-    for subject, axes in zip(models, parts):
-        rows += _draw_heads_block(figure, axes, subject, query, size[1])
-    return Figure(save(figure, path), title, text, rows)
+    title, cell = f"What the patch in {name} looks at, head by head", cell_size(models[0], 1.3)
+    layout = dict(rows=[subject.num_heads for subject in models], cell=cell, margins=(0.3, 0.3, 0.75, 0.52))
+    layout |= dict(gaps=(0.22, 0.2), fontsize=7, image=0)
+    return draw_sheet(models, path, title, text, draw=partial(_draw_heads_block, query, cell[1]), **layout)
 
 
-def _draw_heads_block(figure, axes, subject: Subject, query: int, inches: float) -> list[dict]:
+def _draw_heads_block(query: int, inches: float, figure, axes, subject: Subject) -> list[dict]:
     """Draw a model's maps of one query and every head, `inches` high. Returns their numbers."""
     tokens, rows = subject.tokens, []
     place, name = tokens.queries()[query], tokens.query_names()[query]
     for number, (column, layer) in enumerate(zip(axes.T, subject.layers), start=1):
         maps = query_maps(layer.weights, tokens)
-        norm, distances = logarithmic(without_own(maps, tokens)), query_distances(maps, tokens)
+        norm, distances = logarithmic(without_itself(maps, tokens)), query_distances(maps, tokens)
         for head, (axis, patches) in enumerate(zip(column, maps[:, query])):
-            picture, own, pixels = coloured(patches, norm), float(patches[place]), float(distances[head, query])
+            picture, itself, pixels = coloured(patches, norm), float(patches[place]), float(distances[head, query])
             picture[place] = [round(255 * part) for part in GREY]
             axis.imshow(picture, interpolation="none")
             frame(axis, place, (1, 1))
-            axis.set_xlabel(f"{pixels:.0f} px, self {own:.2f}", labelpad=2)
+            axis.set_xlabel(f"{pixels:.0f} px, self {itself:.2f}", labelpad=2)
             about = {"model": subject.model, "layer": number, "head": head + 1, "patch": name}
-            rows.append({**about, "self-weight": own, "mean distance (pixels)": pixels})
+            rows.append({**about, "self-weight": itself, "mean distance (pixels)": pixels})
         scale_below(figure, norm, column[-1], inches, gap=0.26)
-    for head, axis in enumerate(axes[:, 0], start=1):
-        axis.set_ylabel(f"head {head}", fontsize=8)
+    label_heads(axes)
     return rows

@@ -8,9 +8,10 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from deit_gka.figures.groups import by_image
 from deit_gka.figures.measures import Tokens
-from deit_gka.figures.sheet import Subject, bare, cell_size, from_zero, plain, save, scale, sheet, smooth_map
+from deit_gka.figures.sheet import by_image, cell_size, smooth_map
+from deit_gka.figures.subjects import Subject
+from trainkit_gka.figures.sheet import bare, from_zero, plain, save, scale, sheet
 from trainkit_gka.plots import Figure
 
 DISCARD_RATIOS = (0.0, 0.5, 0.9)
@@ -21,8 +22,8 @@ def rollout(weights: Sequence[torch.Tensor], tokens: Tokens, discard: float = 0.
     """R = Â_L ... Â_1, (N, N), whose rows sum to 1. weights: W of every layer, (H, N, N).
 
     Â is the mean over heads, without what is below its `discard` quantile, plus I, normalised by rows. The last layer
-    comes first in the product: its CLS row is what leaves the network. What a token gives the class token is never
-    discarded. A token that loses its whole row keeps itself, by I.
+    comes first in the product: its CLS row leaves the network. Weights to the class token are never discarded. A token
+    that loses its whole row keeps itself, by I.
     """
     total = torch.eye(tokens.count, dtype=torch.float64)
     for layer in weights:
@@ -45,7 +46,7 @@ def on_patches(weights: Sequence[torch.Tensor], tokens: Tokens, ratio: float) ->
 def largest_ratio(weights: Sequence[torch.Tensor], tokens: Tokens, ratio: float) -> float:
     """The largest hundredth, at most `ratio`, at which more than LEAST_SHARE of the row is on patches.
 
-    A larger ratio keeps no weight that a smaller one discards, so that half of what is left is looked at each time.
+    The share falls as the ratio rises, so this is a binary search.
     """
     if on_patches(weights, tokens, ratio)[tokens.prefix :].sum() > LEAST_SHARE:
         return ratio
@@ -90,10 +91,10 @@ def draw_rollout(subjects: Sequence[Subject], folder: Path) -> list[Figure]:
         row[0].imshow(subject.pixels, interpolation="none")
         row[0].set_ylabel(plain(name), fontsize=7)
         row[0].set_xlabel(plain(subject.image))
-        for axis, asked, ratio, values, patches in zip(row[1:], DISCARD_RATIOS, ratios, rows, maps):
+        for axis, wanted, ratio, values, patches in zip(row[1:], DISCARD_RATIOS, ratios, rows, maps):
             axis.imshow(smooth_map(patches, norm, subject.pixels.shape[:2]), interpolation="none")
             share = float(values[tokens.prefix :].sum())
-            instead = f"{asked:g} is empty, {ratio:g}: " if ratio < asked else ""
+            instead = f"{wanted:g} is empty, {ratio:g}: " if ratio < wanted else ""
             axis.set_xlabel(f"{instead}{share:.1%} on patches")
             table.append({"model": subject.model, "image": subject.image, "discard ratio": ratio, "on patches": share})
         scale(figure, norm, row[-1], (1.04, 0, 0.06, 1), "× equal share")

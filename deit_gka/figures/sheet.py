@@ -1,7 +1,7 @@
-"""What the figures share: their subject, pictures over the image, the sheets and scales of `trainkit_gka.figures`."""
+"""Sheets of pictures over an image: models that are drawn together, a block of rows for each, maps of patches."""
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -9,74 +9,106 @@ import torch
 from matplotlib import colormaps
 from torch import nn
 
-from deit_gka.figures.maps import LayerMaps
-from deit_gka.figures.measures import Tokens
-from gka.kinds import KINDS
-from trainkit_gka.figures.sheet import (  # noqa: F401 (the figures take all of these from here)
-    CMAP,
-    GREY,
-    bare,
-    coloured,
-    from_zero,
-    label_layers,
-    linear,
-    logarithmic,
-    plain,
-    save,
-    scale,
-    scale_below,
-    sheet,
-)
-from trainkit_gka.plots import BLACK, BLUE, ink
+from deit_gka.figures.subjects import Subject
+from trainkit_gka.figures.sheet import CMAP, bare, label_layers, name_above, save, sheet
+from trainkit_gka.plots import Figure
 
-HYBRID = BLUE  # the colour of a model whose layers are of several kinds
+LAYERS, HEADING = 0.3, 0.28  # inches above a block: for the numbers of the layers, and for the name of the model
+MOST_COLUMNS = 18  # of a sheet that has models side by side
 BOX = "cyan"  # of the outline of a patch
 
+# Several models on several images
 
-@dataclass(frozen=True)
-class Subject:
-    """One model's attention on one image."""
 
-    model: str  # the name of its folder of figures
-    about: str  # model and weights, in words
-    image: str
-    pixels: np.ndarray  # (height, width, 3), 0 to 1
-    tokens: Tokens
-    layers: list[LayerMaps]  # without their B
-    probabilities: Callable[[torch.Tensor], torch.Tensor]  # pixels (B, height, width, 3) -> (B, classes)
-    classes: list[str] = field(default_factory=list)  # their names; empty if nobody knows them
-    repeats: str = ""  # `about` of the model of the same recipe and another seed
+def by_image(subjects: Sequence[Subject]) -> list[list[Subject]]:
+    """A list for every image: the models on it, in their order, without repetitions."""
+    return _grouped([subject for subject in subjects if not subject.repeats], "image")
 
-    @property
-    def num_heads(self) -> int:
-        return max(len(layer.weights) for layer in self.layers)
 
-    @property
-    def has_sigma(self) -> bool:
-        return any(layer.sigma is not None for layer in self.layers)
+def by_model(subjects: Sequence[Subject]) -> list[list[Subject]]:
+    """A list for every model: its subjects, in the order of the images, without repetitions."""
+    return _grouped([subject for subject in subjects if not subject.repeats], "about")
 
-    @property
-    def sigmas(self) -> np.ndarray:
-        """The bandwidths, (L, H); NaN in layers without."""
-        return np.stack([np.full(self.num_heads, np.nan) if s.sigma is None else s.sigma.numpy() for s in self.layers])
 
-    @property
-    def colour(self) -> str:
-        """Of the model's lines among those of other models."""
-        kinds = {layer.kind for layer in self.layers}
-        colour = KINDS[kinds.pop()].colour if len(kinds) == 1 else HYBRID
-        return ink() if colour == BLACK else colour
+def runs_of_recipe(subjects: Sequence[Subject]) -> list[list[Subject]]:
+    """The subjects of the first model, and of those that repeat it with other seeds: a list for each."""
+    about = subjects[0].about
+    return _grouped([subject for subject in subjects if about in (subject.about, subject.repeats)], "about")
 
-    def file(self, folder: Path, family: str) -> Path:
-        """Where a figure of this image goes."""
-        return folder / f"{family}-{self.image}.png"
 
-    def caption(self, *sentences: str) -> str:
-        """Model, weights, image and tokens, then the sentences."""
-        height, width = self.pixels.shape[:2]
-        (rows, columns), prefix = self.tokens.grid, self.tokens.prefix
-        tokens = f"{self.tokens.count} tokens: {rows} × {columns} patches and {prefix} before them"
-        return " ".join([f"{self.about}. Image {self.image}, {height} × {width} pixels; {tokens}.", *sentences])
+def _grouped(subjects: Sequence[Subject], name: str) -> list[list[Subject]]:
+    groups: dict[str, list[Subject]] = {}
+    for subject in subjects:
+        groups.setdefault(getattr(subject, name), []).append(subject)
+    return list(groups.values())
+
+
+def caption(models: Sequence[Subject], *sentences: str) -> str:
+    """Models and image of a figure (all models are on one image), then the sentences."""
+    first = models[0]
+    if all((each.pixels.shape, each.tokens) == (first.pixels.shape, first.tokens) for each in models):
+        return replace(first, about="; ".join(each.about for each in models)).caption(*sentences)
+    return " ".join([*(each.caption() for each in models), *sentences])
+
+
+def draw_sheet(
+    models: Sequence[Subject],
+    path: Path,
+    title: str,
+    text: str,
+    rows: Sequence[int],
+    cell: tuple[float, float],
+    margins: tuple[float, float, float, float],
+    gaps: tuple[float, float],
+    draw: Callable[..., list[dict]],
+    fontsize: int = 8,
+    image: int | None = None,
+) -> Figure:
+    """A sheet with a block for every model, of its `rows` and its layers, written to `path`.
+
+    Title, text, cell, margins and gaps are those of `trainkit_gka.figures.sheet.sheet`; the margins are around every
+    block. Blocks of few layers are side by side, others one below the other. The names of the models are above them if
+    there are several. image: the row, from 0, in front of whose maps the image stands, in a column of its own.
+    draw: called with the figure, the axes of a block (without the image's) and the subject; it returns rows of numbers.
+    """
+    left, right, top, bottom = margins
+    lead = int(image is not None)
+    columns, heading = [lead + len(subject.layers) for subject in models], HEADING if len(models) > 1 else 0
+    beside = sum(columns) <= MOST_COLUMNS
+    count, step = len(models) - 1, (left + right - gaps[0], 0) if beside else (0, bottom + LAYERS + heading - gaps[1])
+    margins = (left, right + count * step[0], top + heading, bottom + count * step[1])
+    shape = (max(rows), sum(columns)) if beside else (sum(rows), max(columns))
+    figure, axes = sheet(*shape, cell, title, text, margins, gaps)
+    bare(axes, fontsize)
+    size, table = figure.get_size_inches(), []
+    parts = np.split(axes, np.cumsum(columns if beside else rows)[:-1], axis=int(beside))
+    for number, (part, subject) in enumerate(zip(parts, models)):
+        for axis in part.flat:
+            box = axis.get_position()
+            place = (box.x0 + number * step[0] / size[0], box.y0 - number * step[1] / size[1])
+            axis.set_position((*place, box.width, box.height))
+        block = part[: rows[number], : columns[number]]
+        for axis in {*part.flat} - {*block.flat}:
+            axis.set_visible(False)
+        before, block = np.split(block, [lead], axis=1)
+        for row, axis in enumerate(before.flat):
+            axis.set_visible(row == image)
+            axis.imshow(subject.pixels, interpolation="none")
+            axis.set_title("image", fontsize=9)
+        label_layers(block, subject)
+        if heading:
+            name_above(block[0, 0], subject.model)
+        table += draw(figure, block, subject)
+    return Figure(save(figure, path), title, text, table)
+
+
+def label_heads(axes) -> None:
+    """Number the heads at the left of the rows of axes."""
+    for head, axis in enumerate(axes[:, 0], start=1):
+        axis.set_ylabel(f"head {head}", fontsize=9)
+
+
+# Maps of an image's patches
 
 
 def cell_size(subject: Subject, inches: float) -> tuple[float, float]:

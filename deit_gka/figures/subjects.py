@@ -1,4 +1,4 @@
-"""What to draw: a model from a run or from timm, images, and what the model does with them.
+"""Subjects of figures: a model from a run or from timm, images, and the model's attention on them.
 
 images = photographs()
 subjects = [subject for run in (ours, its_twin) for subject in subjects_of(of_run(run), images)]
@@ -6,7 +6,7 @@ figures = FAMILIES["cls_maps"](subjects, folder)  # of families.py
 """
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -27,11 +27,9 @@ from torch import nn
 
 from deit_gka.data.sources import BrokenImage, DataParts, Record, Source, Stream, decode, open_source
 from deit_gka.data.transforms import eval_transform
-from deit_gka.figures.maps import attention_maps
+from deit_gka.figures.maps import LayerMaps, attention_maps
 from deit_gka.figures.measures import Tokens
-from deit_gka.figures.sheet import Subject
 from deit_gka.model.checkpoints import (
-    WEIGHTS,
     about_images,
     build,
     eval_settings,
@@ -40,17 +38,67 @@ from deit_gka.model.checkpoints import (
     load_run,
     parse_kwargs,
     timm_weights,
+    weights_in,
 )
+from gka import KINDS
 from trainkit_gka import extras
 from trainkit_gka.cli import PassingFault, UserError
+from trainkit_gka.figures.measures import by_head
+from trainkit_gka.plots import BLUE
 
 NUM_IMAGES, STREAMED = 4, 1000  # images that are drawn; of a stream, how many are looked through for them
 SEES_PHOTOGRAPHS = 64  # pixels: a model of smaller images makes nothing of a photograph
+HYBRID = BLUE  # the colour of a model whose layers are of several kinds
 MOST_PATCHES = 4096  # 1024 × 1024 pixels: W of 12 layers and 12 heads takes 10 GB
 
 
+@dataclass(frozen=True)
+class Subject:
+    """One model's attention on one image."""
+
+    model: str  # the name of its folder of figures
+    about: str  # model and weights, in words
+    image: str
+    pixels: np.ndarray  # (height, width, 3), 0 to 1
+    tokens: Tokens
+    layers: list[LayerMaps]  # without their B
+    probabilities: Callable[[torch.Tensor], torch.Tensor]  # pixels (B, height, width, 3) -> (B, classes)
+    classes: list[str] = field(default_factory=list)  # their names; empty if nobody knows them
+    repeats: str = ""  # `about` of the model of the same recipe and another seed
+
+    @property
+    def num_heads(self) -> int:
+        return max(len(layer.weights) for layer in self.layers)
+
+    @property
+    def has_sigma(self) -> bool:
+        return any(layer.sigma is not None for layer in self.layers)
+
+    @property
+    def sigmas(self) -> np.ndarray:
+        """The bandwidths, (L, H); NaN in layers without."""
+        return by_head([layer.sigma for layer in self.layers], self.num_heads)
+
+    @property
+    def colour(self) -> str:
+        """Of the model's lines among those of other models."""
+        kinds = {layer.kind for layer in self.layers}
+        return KINDS[kinds.pop()].colour if len(kinds) == 1 else HYBRID
+
+    def file(self, folder: Path, family: str) -> Path:
+        """Where a figure of this image goes."""
+        return folder / f"{family}-{self.image}.png"
+
+    def caption(self, *sentences: str) -> str:
+        """Model, weights, image and tokens, then the sentences."""
+        height, width = self.pixels.shape[:2]
+        (rows, columns), prefix = self.tokens.grid, self.tokens.prefix
+        tokens = f"{self.tokens.count} tokens: {rows} × {columns} patches and {prefix} before them"
+        return " ".join([f"{self.about}. Image {self.image}, {height} × {width} pixels; {tokens}.", *sentences])
+
+
 @dataclass
-class Drawn:
+class DrawnModel:
     """A model to draw."""
 
     name: str
@@ -61,22 +109,21 @@ class Drawn:
     classes: list[str] = field(default_factory=list)  # their names; empty if nobody knows them
 
 
-def of_run(path: Path, weights: str = "ema", best: bool = False, image_size: Sequence[int] = ()) -> Drawn:
+def of_run(path: Path, weights: str = "ema", best: bool = False, image_size: Sequence[int] = ()) -> DrawnModel:
     """The model of a run, at its own image size or another.
 
     path: the run's folder or one checkpoint folder in it. weights: ema, which falls back to the raw ones in a run
     without an average, or model. best: the checkpoint with the best accuracy instead of the newest. Raises UserError.
     """
-    found = find_checkpoint(path, best)
-    available = [name for name in WEIGHTS if (found.path / f"{name}.safetensors").exists()]
-    weights = weights if weights in available else available[0]
-    state, recipe, folder = found.state, found.state["train_config"], path.resolve()
+    checkpoint = find_checkpoint(path, best)
+    weights = weights if weights in weights_in(checkpoint) else weights_in(checkpoint)[0]
+    state, recipe, folder = checkpoint.state, checkpoint.state["train_config"], path.resolve()
     name = folder.parents[1].name if (folder / "manifest.json").exists() else folder.name
-    data = Path(state["trained_on"]).name if "trained_on" in state else "its images"
+    data = Path(state["trained_on"]).name
     kind = {"ema": "EMA", "model": "raw"}[weights]
     about = f"{name} ({state['model']['name']}), {kind} weights after {state['epoch']:g} epochs of {data}"
-    model, settings = load_run(found, weights, "cpu"), eval_settings(about_images(state))
-    return _at_size(Drawn(name, about, model, settings, recipe, state["classes"]), image_size)
+    model, settings = load_run(checkpoint, weights, "cpu"), eval_settings(about_images(state))
+    return _at_size(DrawnModel(name, about, model, settings, recipe, state["classes"]), image_size)
 
 
 def of_timm(
@@ -85,7 +132,7 @@ def of_timm(
     checkpoint: Path | None = None,
     pretrained: bool = False,
     image_size: Sequence[int] = (),
-) -> Drawn:
+) -> DrawnModel:
     """A timm model with the weights of a file, with timm's own, or with random ones. kwargs: KEY=VALUE each.
 
     Raises UserError.
@@ -104,10 +151,10 @@ def of_timm(
     folder = re.sub(r"[^\w.=-]+", "_", f"{label} {Path(source).stem}")
     subset = infer_imagenet_subset(model)
     classes = ImageNetInfo(subset).label_descriptions() if subset else []
-    return _at_size(Drawn(folder, f"{label}, {words}", model, settings, classes=classes), image_size)
+    return _at_size(DrawnModel(folder, f"{label}, {words}", model, settings, classes=classes), image_size)
 
 
-def _at_size(drawn: Drawn, image_size: Sequence[int]) -> Drawn:
+def _at_size(drawn: DrawnModel, image_size: Sequence[int]) -> DrawnModel:
     """The model, changed to take images of `image_size` if there is one: a side, or height and width."""
     if not isinstance(drawn.model, VisionTransformer):
         raise UserError(f"{drawn.about} is not a vision transformer of timm's: it has no W to draw")
@@ -122,7 +169,7 @@ def _at_size(drawn: Drawn, image_size: Sequence[int]) -> Drawn:
     return drawn
 
 
-def check_repeats(drawn: Drawn, first: Drawn) -> None:
+def check_repeats(drawn: DrawnModel, first: DrawnModel) -> None:
     """Raises UserError unless the runs differ in their seeds alone."""
     names = drawn.recipe.keys() | first.recipe.keys()
     differ = sorted(name for name in names - {"seed"} if drawn.recipe.get(name) != first.recipe.get(name))
@@ -154,8 +201,8 @@ def photographs(paths: Sequence[Path] = ()) -> dict[str, Image.Image]:
     return images
 
 
-def images_for(drawn: Drawn, run: Path | None, network: bool = True) -> dict[str, Image.Image]:
-    """What the model knows, to draw it on: held-out images of what a run was trained on, else photographs.
+def images_for(drawn: DrawnModel, run: Path | None, network: bool = True) -> dict[str, Image.Image]:
+    """Images to draw a model on: held-out images of the run's data, else photographs.
 
     run: its folder, None for a timm model. network: see `own_images`. Raises UserError for a run whose images are not
     here, or a timm model of small images: photographs are only for a model that can see them.
@@ -180,12 +227,10 @@ def own_images(run: Path, network: bool = True) -> dict[str, Image.Image]:
     here.
     """
     state = find_checkpoint(run).state
-    data = state.get("trained_on", "")
-    if not data:
-        raise UserError(f"{run} does not say what it was trained on")
+    data = state["trained_on"]
     if data.startswith(("hf:", "hf-stream:")) and not network:
         raise UserError(f"{data} would need the network")
-    source = open_source(data, "val", DataParts(**state.get("parts", {})))
+    source = open_source(data, "val", DataParts(**state["parts"]))
     stream = isinstance(source, Stream)
     records = islice(source.records(0, 0, 1), STREAMED) if stream else map(source.read, range(len(source)))
     return first_of_classes(source, records)
@@ -196,21 +241,21 @@ def first_of_classes(
 ) -> dict[str, Image.Image]:
     """Name of a class -> its first image, for the first `most` classes."""
     data = re.split(r"[/:]", source.name.rstrip("/"))[-1]
-    found: dict[str, Image.Image] = {}
+    images: dict[str, Image.Image] = {}
     for image, label, _ in records:
         name = f"{data} {source.classes[label]}"
-        if name not in found:
-            found[name] = decode(image, upright=True)
-        if len(found) == min(most, len(source.classes)):
+        if name not in images:
+            images[name] = decode(image, upright=True)
+        if len(images) == min(most, len(source.classes)):
             break
-    return found
+    return images
 
 
-def subjects_of(drawn: Drawn, images: dict[str, Image.Image], repeats: str = "") -> list[Subject]:
-    """What the model does with each of the images, from one forward pass of all of them.
+def subjects_of(drawn: DrawnModel, images: dict[str, Image.Image], repeats: str = "") -> list[Subject]:
+    """The model's attention on each of the images, from one forward pass of all of them.
 
-    repeats: `about` of another model, if this one is the same but for its seed. It is then drawn as a part of that
-    one's mean and range, and not by itself. Raises UserError for attention whose W cannot be computed again.
+    repeats: `about` of another model of which this is another seed. It then counts in that model's mean and range and
+    is not drawn by itself. Raises UserError for attention whose W cannot be computed again.
     """
     model = drawn.model
     transform = eval_transform(model.patch_embed.img_size, **drawn.settings)

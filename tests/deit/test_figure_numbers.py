@@ -11,13 +11,13 @@ from deit_gka.figures.bandwidths import ranked, relative_bandwidths
 from deit_gka.figures.deletion import deletion_curve, draw_deletion, orders, without
 from deit_gka.figures.explanation import choose_tokens, few_weights
 from deit_gka.figures.matrices import off_diagonal, subsample
-from deit_gka.figures.measures import Tokens, attended_distance, diagonal_mass, entropy, median_distance
+from deit_gka.figures.measures import Tokens, attended_distance
 from deit_gka.figures.patch_to_patch import query_distances, query_maps
 from deit_gka.figures.rollout import LEAST_SHARE, largest_ratio, on_patches, rollout
-from deit_gka.figures.sheet import coloured, from_zero, smooth_map
 from deit_gka.figures.subjects import of_timm, subjects_of
 from figure_runs import GKA, SOFTMAX, TINY, tiny_subjects
 from tiny_vision import photo
+from trainkit_gka.figures.measures import diagonal_mass, entropy, median_distance
 
 NO_CLASS = ("attn_layer=gka", "class_token=False", "global_pool=avg")
 LAYOUTS = {
@@ -89,12 +89,6 @@ def test_an_empty_rollout_has_the_largest_ratio_that_leaves_something():
     assert largest_ratio(layers, tokens, 0.1) == 0.1
 
 
-def test_maps_have_the_colours_of_a_scale_that_starts_at_zero():
-    norm, patches = from_zero(torch.tensor([0.2, 0.25])), torch.full((3, 4), 0.2)
-    assert norm.vmin == 0 and norm.vmax == 0.25
-    assert (smooth_map(patches, norm, (24, 32)) == coloured(patches, norm)[0, 0]).all()
-
-
 # Distances and widths
 
 
@@ -125,7 +119,7 @@ def test_the_distance_of_a_query_is_in_pixels():
     assert query_distances(maps, tokens)[0, 3] == pytest.approx(float(mean))
 
 
-def test_widths_of_the_identity_and_of_uniform_attention():
+def test_the_diagonal_and_the_entropy_of_the_identity_and_of_uniform_attention():
     both = torch.stack([torch.eye(5), torch.full((5, 5), 0.2)])
     torch.testing.assert_close(diagonal_mass(both), torch.tensor([1.0, 0.2]))
     torch.testing.assert_close(entropy(both)[:, 0], torch.tensor([0.0, np.log(5.0)]).float())
@@ -208,12 +202,12 @@ def test_the_area_says_when_the_patch_that_counts_is_deleted(subject, place, are
 
 
 def test_orders_are_those_of_the_attention(subject):
-    found, tokens = orders(subject), subject.tokens
+    by_name, tokens = orders(subject), subject.tokens
     weights = [layer.weights for layer in subject.layers]
     for name, row in (("rollout", rollout(weights, tokens)[0, 1:]), ("CLS", weights[-1].mean(0)[0, 1:])):
-        assert (row[found[name][0]].diff() <= 0).all() and sorted(found[name][0].tolist()) == list(range(8))
-    assert len({tuple(order.tolist()) for order in found["random"]}) > 1
-    assert all(torch.equal(again, order) for again, order in zip(orders(subject)["random"], found["random"]))
+        assert (row[by_name[name][0]].diff() <= 0).all() and sorted(by_name[name][0].tolist()) == list(range(8))
+    assert len({tuple(order.tolist()) for order in by_name["random"]}) > 1
+    assert all(torch.equal(again, order) for again, order in zip(orders(subject)["random"], by_name["random"]))
 
 
 def test_the_curves_of_a_model_start_at_its_own_probability(figures, tmp_path):
@@ -230,6 +224,6 @@ def test_the_curves_of_a_model_start_at_its_own_probability(figures, tmp_path):
 def test_the_probabilities_are_the_models_own():
     drawn, image = of_timm(GKA, [*TINY[1:], "img_size=[8,16]", "num_classes=3"]), photo(0)
     (subject,) = subjects_of(drawn, {"stripes": image})
-    found = subject.probabilities(torch.as_tensor(subject.pixels)[None])
+    probabilities = subject.probabilities(torch.as_tensor(subject.pixels)[None])
     normalised = eval_transform((8, 16), **drawn.settings)(image)
-    torch.testing.assert_close(found, drawn.model(normalised[None]).softmax(-1).detach())
+    torch.testing.assert_close(probabilities, drawn.model(normalised[None]).softmax(-1).detach())

@@ -9,7 +9,6 @@ from torch import nn
 import deit_gka
 import tiny_vit
 from deit_gka.figures.cls_attention import cls_map
-from deit_gka.figures.sheet import to_pixels
 from gka import KINDS, gaussian_weights
 from trainkit_gka.cli import UserError
 
@@ -120,12 +119,3 @@ def test_the_class_token_sees_the_patches_row_by_row():
     weights = torch.rand(2, 3, 1 + 4 * 5, 1 + 4 * 5)
     seen = cls_map(weights, (4, 5))
     assert seen.shape == (2, 3, 4, 5) and seen[1, 0, 2, 3] == weights[1, 0, 0, 1 + 2 * 5 + 3]
-
-
-def test_maps_in_pixels_are_never_negative():
-    """One patch that has it all: bicubic swings below 0 around it."""
-    maps = torch.zeros(1, 1, 4, 4)
-    maps[..., 1, 2] = 1
-    assert torch.nn.functional.interpolate(maps, size=(32, 32), mode="bicubic", align_corners=False).min() < -0.05
-    pixels = to_pixels(maps, 32)
-    assert pixels.shape == (1, 1, 32, 32) and pixels.min() == 0 and pixels.argmax() // 32 in range(8, 16)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from deit_gka.figures.sheet import HYBRID
+from deit_gka.figures.subjects import HYBRID
 from gka.kinds import KINDS
 from runs import looks, mathematics
 

@@ -1,6 +1,7 @@
 """Vision models and runs to draw: tiny, and never trained."""
 
 import torch
+from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 
 from deit_gka.figures.subjects import of_timm, subjects_of
 from deit_gka.model.checkpoints import build
@@ -24,13 +25,15 @@ def vision_run(folder, name=GKA, seed=0, widen=0.0, strong=False, trained_on="di
             block.attn.log_sigma.data += widen * torch.rand(len(block.attn.log_sigma))
     for parameter in (p for p in model.parameters() if strong and p.ndim > 1):
         torch.nn.init.normal_(parameter, std=parameter[0].numel() ** -0.5)
-    recipe = {"crop_pct": 1.0, "input_size": SIZE, "model": name, "seed": seed, "lr": 0.1, **recipe}
+    colours = {"mean": IMAGENET_DEFAULT_MEAN, "std": IMAGENET_DEFAULT_STD}
+    recipe = {"crop_pct": 1.0, "input_size": SIZE, **colours, "model": name, "seed": seed, "lr": 0.1, **recipe}
     state = {
         "classes": list("0123456789"),
         "model": about,
         "train_config": recipe,
         "epoch": 3,
         "trained_on": trained_on,
+        "parts": {},
     }
     checkpoint.save(folder / "checkpoints", 7, {"model": dict(model.state_dict())}, state)
     return folder

@@ -16,7 +16,7 @@ def heat_map(
     norm: a scale that several maps share. names: of the rows, instead of their numbers.
     """
     norm = Normalize(np.nanmin(values), np.nanmax(values)) if norm is None else norm
-    shown = axis.imshow(values.T, norm=norm, cmap="YlOrRd", aspect="auto")
+    picture = axis.imshow(values.T, norm=norm, cmap="YlOrRd", aspect="auto")
     axis.set_facecolor("lightgrey")
     depth, heads = values.shape
     axis.set(xticks=range(depth), yticks=range(heads), xticklabels=range(1, depth + 1))
@@ -29,7 +29,7 @@ def heat_map(
         words = "–" if np.isnan(value) else in_cell(value)
         axis.text(layer, head, words, ha="center", va="center", fontsize=7, color=colour)
     box = axis.get_position()
-    bar = figure.colorbar(shown, cax=figure.add_axes((box.x1 + 0.01, box.y0, 0.008, box.height)))
+    bar = figure.colorbar(picture, cax=figure.add_axes((box.x1 + 0.01, box.y0, 0.008, box.height)))
     bar.ax.tick_params(labelsize=7)
 
 

@@ -1,6 +1,14 @@
 """Numbers that say in short what a matrix W of weights, whose rows sum to 1, does."""
 
+from collections.abc import Sequence
+
+import numpy as np
 import torch
+
+
+def by_head(layers: Sequence[torch.Tensor | None], num_heads: int) -> np.ndarray:
+    """A number of every head, (H,) by layer, as (L, H); NaN in layers that have none."""
+    return np.stack([np.full(num_heads, np.nan) if layer is None else layer.numpy() for layer in layers])
 
 
 def diagonal_mass(weights: torch.Tensor) -> torch.Tensor:
