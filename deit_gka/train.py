@@ -21,19 +21,18 @@ import torch
 from rich.progress import Progress
 from torch import nn
 
-from deit_gka.data.images import Batch, assemble
+from deit_gka.data.batch import Batch
 from deit_gka.data.workers import BatchLoader
 from deit_gka.model.accounting import cost_of
 from deit_gka.model.attention import operators_of
 from deit_gka.model.checkpoints import build, describe
 from deit_gka.model.origin import read_origin
 from deit_gka.model.warm_start import check_same, fingerprint, read_weights, warm_start
-from deit_gka.training.broken import BrokenList
+from deit_gka.training.broken import BrokenList, best
 from deit_gka.training.config import TrainConfig
 from deit_gka.training.distillation import Objective, load_teacher, prepare_student
 from deit_gka.training.engine import (
     Mixer,
-    Update,
     accumulate_gradients,
     bandwidths,
     compiled_and_joined,
@@ -41,9 +40,9 @@ from deit_gka.training.engine import (
     wrong_bandwidths,
 )
 from deit_gka.training.images import RunImages
-from deit_gka.training.meter import UPDATES_NOT_TIMED, Meter
+from deit_gka.training.meter import UPDATES_NOT_TIMED, Fetch, Meter
 from deit_gka.training.optim import load_state_tensors, make_average, make_optimizer, make_schedule, state_tensors
-from deit_gka.training.reports import ACCURACY_KEYS, EVAL_KEYS, accuracy_text, epoch_text, opening_lines, trusted
+from deit_gka.training.reports import ACCURACY_KEYS, EVAL_KEYS, accuracy_text, epoch_text, opening_lines
 from trainkit_gka import cli, compiling
 from trainkit_gka.checkpoint import Checkpoint
 from trainkit_gka.cli import UserError
@@ -66,7 +65,7 @@ class Trainer(BaseTrainer):
     def __init__(self, config: TrainConfig, runtime: Runtime, checkpoint: Checkpoint | None = None):
         super().__init__(config, runtime)
         # Data
-        self.images = RunImages(config, runtime, self.folder, checkpoint and checkpoint.state)
+        self.images = RunImages(config, runtime, self.folder)
         self.pieces, classes = self.images.order.pieces, self.images.classes
         self.steps_per_epoch = self.images.order.steps_per_epoch
         self.steps = config.epochs * self.steps_per_epoch
@@ -84,7 +83,7 @@ class Trainer(BaseTrainer):
         if config.grad_checkpointing:
             self.model.set_grad_checkpointing(True)
         self.average = make_average(self.model, config)
-        self.metric = "top1" if self.average is None else "ema_top1"  # what makes an epoch the best
+        self.metric = "top1" if self.average is None else "ema_top1"  # of the best epoch
         # Optimiser
         self.optimizer = make_optimizer(self.model, config)
         self.schedule = make_schedule(self.optimizer, config, self.steps_per_epoch)
@@ -117,7 +116,7 @@ class Trainer(BaseTrainer):
         self.state, self.meter = checkpoint.state["progress"], Meter(**checkpoint.state["meter"])
 
     def _start_from(self, source: str) -> None:
-        """Take what fits of the weights in `source`, and say what that is."""
+        """Take the weights in `source` that fit, and print which."""
         weights, origin = read_weights(source), read_origin(source)
         self.initial_weights = {"from": source, "hash": fingerprint(weights)}
         done = warm_start(self.model, weights, source, origin.classes, self.images.classes)
@@ -157,15 +156,15 @@ class Trainer(BaseTrainer):
 
     def step(self, asked_to_stop: bool) -> tuple[dict[str, float], bool]:
         config, runtime, step = self.config, self.runtime, self.state["step"]
-        started = time.perf_counter()
-        update, waited = self._gradients(step)
+        started, fetch = time.perf_counter(), Fetch(self.loaded)
+        loss = self._gradients(step, fetch)
         self.scaler.unscale_(self.optimizer)
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), config.clip_grad or math.inf)
-        # Sums over the processes, and every one's own waiting in a place of its own. The loss must be finite before
-        # it may touch the weights.
-        waits = [waited if rank == runtime.rank else 0.0 for rank in range(runtime.world_size)]
-        own = torch.tensor([float(asked_to_stop), len(update.broken), update.loading, *waits], device=norm.device)
-        loss, stopping, broken, loading, *waits = runtime.sum(torch.cat([update.loss[None], own])).tolist()
+        # Sums over the processes, and each one's waiting in a place of its own. The loss must be finite before it may
+        # touch the weights.
+        waits = [fetch.waiting if rank == runtime.rank else 0.0 for rank in range(runtime.world_size)]
+        counts = torch.tensor([float(asked_to_stop), len(fetch.broken), fetch.loading, *waits], device=norm.device)
+        loss, stopping, broken, loading, *waits = runtime.sum(torch.cat([loss[None], counts])).tolist()
         norm = float(norm)
         # float16 overflows now and then, and its update is left out; below a scale of 1 the gradient is too large.
         may_overflow = self.scaler.is_enabled() and self.scaler.get_scale() >= 1
@@ -177,7 +176,7 @@ class Trainer(BaseTrainer):
         self.state["step"] = step + 1
         if self.average is not None:
             self.average.update(self.model, step=step + 1 if config.model_ema_warmup else None)
-        self.broken.report(update.broken, "a neighbour in the batch takes its place")
+        self.broken.report(fetch.broken, "a neighbour in the batch takes its place")
         self.state["broken"] += int(broken)
         if self.not_timed:
             self.not_timed -= 1
@@ -186,28 +185,19 @@ class Trainer(BaseTrainer):
                 meter.add(config.batch_size, time.perf_counter() - started, max(waits), loading)
         return {"loss": loss, "grad_norm": norm}, stopping > 0
 
-    def _gradients(self, step: int) -> tuple[Update, float]:
-        """Forward and backward of this process's part of the update, and the seconds that it waited for images."""
-        waited = 0.0
-
-        def next_batch(size: int) -> Batch:
-            nonlocal waited
-            started = time.perf_counter()
-            batch = assemble(self.loaded, size)
-            waited += time.perf_counter() - started
-            return batch
-
+    def _gradients(self, step: int, fetch: Fetch) -> torch.Tensor:
+        """Forward and backward of this process's part of the update. Returns its part of the mean loss."""
         network = self.network  # made before the gradients are set to zero: it may make them
         self.model.train()
         self.optimizer.zero_grad(set_to_none=len(self.pieces) == 1)
         try:
-            own = network, self.pieces, next_batch, self.mixer, step, self.runtime
-            update = accumulate_gradients(*own, self.scaler.scale, self.objective)
+            return accumulate_gradients(
+                network, self.pieces, fetch, self.mixer, step, self.runtime, self.scaler.scale, self.objective
+            )
         except ValueError:  # on a CPU the operator refuses bandwidths that are not finite
             if self.is_finite():
                 raise
             raise self.diverged("the weights are not finite") from None
-        return update, waited
 
     def diverged(self, reason: str, details: str = "", consequence: str = "") -> UserError:
         sigma = [value for _, values in bandwidths(self.model) for value in values]
@@ -263,20 +253,14 @@ class Trainer(BaseTrainer):
         """Evaluate after an epoch, and keep the weights if they are the best."""
         epoch, values = self.state["step"] // self.steps_per_epoch, self.evaluate(bar, stop)
         earlier = log.records("eval", *EVAL_KEYS, self.metric) if log.enabled else []
-        speed, sigma, broken = self.speed(self.meter), self.sigma(), self.state["broken"]
-        may_be_best = trusted([*earlier, values])
-        is_best = values is max(may_be_best, key=lambda record: record[self.metric])  # the first of equals
+        is_best = values is best([*earlier, values], self.metric)
         if self.runtime.any(self.runtime.is_main and is_best):  # the others do not read the log
             self.save("best", leave_out=self.NOT_IN_BEST, keep=1, again=True)  # may hold an earlier history's
+        speed, sigma, broken = self.speed(self.meter), self.sigma(), self.state["broken"]
         text = f"epoch {epoch}/{self.config.epochs} | {epoch_text(values, speed, sigma)}{self.memory_text()}"
         text += f"\nbroken training images replaced {broken} times so far" if broken else ""
         more = {"memory_mib": self.memory(), "sigma": sigma, "broken_train": broken}
         log.log("eval", self.state["step"], text, epoch=epoch, **values, **speed, **more)
-        if values not in may_be_best:
-            self.runtime.print(
-                f"warning: {values['broken']} validation images could not be read, many more than before: this epoch "
-                f"cannot be the best. They are in {self.broken.path}"
-            )
 
     def evaluate(self, bar: Progress, stop: Stop | None = None) -> dict[str, Any]:
         """Accuracy of the raw weights and, as ema_*, of the average; how many images were judged, and were broken."""
@@ -305,12 +289,12 @@ class Trainer(BaseTrainer):
 
     def summary(self, log: RunLog) -> tuple[dict[str, Any], str]:
         evaluations, cost = log.records("eval", *EVAL_KEYS, self.metric), cost_of(self.model)
-        last, best = evaluations[-1], max(trusted(evaluations), key=lambda record: record[self.metric])
+        last, highest = evaluations[-1], best(evaluations, self.metric)
         numbers = {
             "parameters": sum(parameter.numel() for parameter in self.model.parameters()),
             "flops": cost.flops if cost else None,
             **{key: last[key] for key in ACCURACY_KEYS if key in last},
-            "best": {"metric": self.metric, "value": best[self.metric], "epoch": best["epoch"]},
+            "best": {"metric": self.metric, "value": highest[self.metric], "epoch": highest["epoch"]},
             **self.speed(self.meter),
             "memory_mib": self.memory(),
             "broken_train": self.state["broken"],

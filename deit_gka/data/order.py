@@ -24,7 +24,7 @@ READ_AHEAD = 256  # records of a stream
 
 
 class Piece(NamedTuple):
-    """What one process runs at once."""
+    """The part of an update that one process runs at once."""
 
     places: list[int]  # in the global batch, ordered so that flipping a part pairs its images
     parts: list[tuple[int, int]]  # (group, length): the images that share a Mixup draw
@@ -38,13 +38,12 @@ def deal(batch_size: int, group_size: int, pairs: range, device_batch_size: int)
     """
     groups = batch_size // group_size if batch_size % group_size == 0 else 1
     half = batch_size // groups // 2
-    count = -(-len(pairs) // max(1, device_batch_size // 2))
-    pieces = []
+    count, pieces = -(-len(pairs) // max(1, device_batch_size // 2)), []
     for piece in range(count):
-        own = pairs[piece * len(pairs) // count : (piece + 1) * len(pairs) // count]
+        here = pairs[piece * len(pairs) // count : (piece + 1) * len(pairs) // count]
         places, parts = [], []
-        for group in range(own[0] // half, own[-1] // half + 1):
-            inside = [pair - group * half for pair in own if pair // half == group]
+        for group in range(here[0] // half, here[-1] // half + 1):
+            inside = [pair - group * half for pair in here if pair // half == group]
             order = inside + [2 * half - 1 - k for k in reversed(inside)]
             places += [group + groups * k for k in order]
             parts.append((group, len(order)))
@@ -59,7 +58,7 @@ def split_evenly(places: list[int], most: int) -> list[list[int]]:
 
 
 class Key(NamedTuple):
-    """What a worker needs to make one training image."""
+    """One image, and the seed of its augmentation."""
 
     item: int | Record  # index into a Source, or a record of a Stream
     seed: int

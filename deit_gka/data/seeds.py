@@ -1,4 +1,4 @@
-"""Seeds that say what they are for, so that nothing drawn depends on what was drawn before."""
+"""Seeds derived from their purpose, so that no draw depends on earlier draws."""
 
 import hashlib
 import random

@@ -1,4 +1,4 @@
-"""From an image to pixels: DeiT's augmentation, DeiT III's 3-Augment, and what evaluation does.
+"""From an image to pixels: DeiT's augmentation, DeiT III's 3-Augment, and the transform of evaluations.
 
 3-Augment makes every image grey, solarised or blurred, then jitters its colours (Touvron et al. 2022, arXiv 2204.07118,
 section 3.2).

@@ -10,7 +10,7 @@ from typing import Annotated
 import torch
 from torch.utils.data import DataLoader
 
-from deit_gka.data.images import Batch, Images, join
+from deit_gka.data.batch import Batch, Images, join
 from deit_gka.data.order import UNIT, Key
 from deit_gka.data.sources import Source, Stream
 from trainkit_gka import workers

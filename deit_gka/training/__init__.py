@@ -1,1 +1,1 @@
-"""What one training run needs: settings, optimiser, updates, evaluation."""
+"""The parts of a training run: settings, optimiser, updates, evaluation."""

@@ -73,10 +73,10 @@ class TrainConfig(Recipe, DataParts, RunConfig):
             raise UserError(f"--data is missing; it is {FORMS}")
         Recipe.check(self)
         check_name(self.model)
-        given = {"num_classes": "the data's", "img_size": "--input-size", "in_chans": "3, as the images"}
+        fixed = {"num_classes": "the data's", "img_size": "--input-size", "in_chans": "3, as the images"}
         arguments = parse_kwargs(self.model_kwargs)
-        for key in given.keys() & arguments.keys():
-            raise UserError(f"--model-kwargs cannot set {key} in training: it is {given[key]}")
+        for key in fixed.keys() & arguments.keys():
+            raise UserError(f"--model-kwargs cannot set {key} in training: it is {fixed[key]}")
         if self.attention:
             if arguments.keys() & {"attention", "attn_layer"}:
                 raise UserError("--attention and --model-kwargs both choose the attention; give one of them")

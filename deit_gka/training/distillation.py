@@ -1,4 +1,4 @@
-"""What a run minimises: cross entropy or DeiT III's binary cross entropy, and what a teacher adds (DeiT's token).
+"""The loss of a run: cross entropy or DeiT III's binary cross entropy, plus a teacher's part (DeiT's token).
 
 With a teacher the loss is (1 - alpha) x that of the class token's head + alpha x that of the distillation token's head,
 which is judged by the teacher's answers to the same augmented and mixed images (Touvron et al. 2021, arXiv 2012.12877,
@@ -15,7 +15,7 @@ from timm.loss import SoftTargetCrossEntropy
 from torch import nn
 
 from deit_gka.data.sources.classes import numbers_by_name
-from deit_gka.model.checkpoints import build, find_checkpoint, load_file, load_run, timm_weights
+from deit_gka.model.checkpoints import build, find_checkpoint, load_file, load_run, timm_weights, weights_in
 from deit_gka.model.origin import read_origin
 from deit_gka.recipe import Colour, Recipe
 from trainkit_gka.cli import UserError
@@ -28,7 +28,7 @@ class Teacher(nn.Module):
 
     mean, std, size: the teacher's own. student: mean and deviation that the student's images are normalised by. Mixed
     or not, they are brought to the teacher's by an affine map of every channel and resized; size None takes them as
-    large as they are. numbers: what the teacher calls each of the student's classes; None if the same.
+    large as they are. numbers: the teacher's number for each of the student's classes; None if the same.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ def load_teacher(recipe: Recipe, classes: list[str]) -> Teacher:
     folder = Path(name).expanduser()
     if folder.is_dir() and not (folder / "config.json").exists():
         checkpoint = find_checkpoint(folder)
-        model = load_run(checkpoint, "ema" if (checkpoint.path / "ema.safetensors").exists() else "model", "cpu")
+        model = load_run(checkpoint, weights_in(checkpoint)[0], "cpu")
     elif path:
         model = load_file(Path(path), build(name, len(classes)))
     else:

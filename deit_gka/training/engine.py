@@ -2,7 +2,6 @@
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -10,7 +9,7 @@ import torch.nn.functional as F
 from timm.data.mixup import Mixup, mixup_target
 from torch.nn.parallel import DistributedDataParallel
 
-from deit_gka.data.images import Batch
+from deit_gka.data.batch import Batch
 from deit_gka.data.order import Piece
 from deit_gka.data.seeds import seed_of
 from deit_gka.model.attention import attention_layers
@@ -57,15 +56,6 @@ class Mixer:
         return images, torch.cat(targets)
 
 
-@dataclass
-class Update:
-    """What accumulating one update's gradients saw."""
-
-    loss: torch.Tensor  # this process's part of the batch's mean, on the device
-    broken: list[tuple[str, str]] = field(default_factory=list)
-    loading: float = 0.0  # seconds workers spent making the images
-
-
 def accumulate_gradients(
     model,
     pieces: list[Piece],
@@ -75,26 +65,17 @@ def accumulate_gradients(
     runtime: Runtime,
     scale: Callable[[torch.Tensor], torch.Tensor] = lambda loss: loss,
     objective: Objective | None = None,
-) -> Update:
-    """Run this process's pieces of update `step` forward and backward.
+) -> torch.Tensor:
+    """Run this process's pieces of update `step` forward and backward. Returns its part of the batch's mean loss.
 
     If `model` is a DistributedDataParallel, the last backward averages over processes. next_batch: called with a
-    piece's number of images. objective: what is minimised; None takes the recipe's without a teacher. Stochastic depth
-    is seeded by update, piece and process, so that a resumed run draws the same. Raises UserError if no image can be
-    read.
+    piece's number of images. objective: the loss; None = the recipe's without a teacher. Stochastic depth
+    is seeded by update, piece and process, so that a resumed run draws the same.
     """
-    recipe, update = mixer.recipe, Update(torch.zeros((), device=runtime.device))
+    recipe, total = mixer.recipe, torch.zeros((), device=runtime.device)
     objective = objective or Objective(recipe)
     for number, piece in enumerate(pieces):
         batch = next_batch(len(piece.places))
-        update.broken += batch.broken
-        update.loading += batch.seconds
-        if not len(batch.images):
-            name, reason = batch.broken[0]
-            raise UserError(
-                f"none of {len(batch.broken)} images in a row can be read, the first is {name}: {reason}; "
-                "is the disk still there?"
-            )
         images, labels = (tensor.to(runtime.device, non_blocking=True) for tensor in (batch.images, batch.labels))
         images, targets = mixer(images, labels, piece.parts, step)
         seed_device(seed_of(recipe.seed, "model", step, number, runtime.rank), runtime.device)
@@ -104,8 +85,8 @@ def accumulate_gradients(
                 loss = objective(images, model(images), targets) * (len(images) / recipe.batch_size)
             # DDP takes the mean over processes where the batch's mean needs their sum.
             scale(loss * runtime.world_size).backward()
-        update.loss += loss.detach()
-    return update
+        total += loss.detach()
+    return total
 
 
 def compiled_and_joined(model: torch.nn.Module, mode: str, runtime: Runtime) -> torch.nn.Module:
@@ -122,7 +103,7 @@ def compiled_and_joined(model: torch.nn.Module, mode: str, runtime: Runtime) -> 
 
 
 def seed_device(seed: int, device: torch.device) -> None:
-    """Seed what stochastic depth draws from."""
+    """Seed the generator of stochastic depth."""
     generator = torch.cuda.default_generators[device.index] if device.type == "cuda" else torch.default_generator
     generator.manual_seed(seed)
 
@@ -174,7 +155,7 @@ def bandwidths(model) -> Iterator[tuple[int, list[float]]]:
 
 def wrong_bandwidths(model) -> dict[str, str]:
     """`gka.bandwidth_warnings` of all GKA layers of a timm model, numbered as by `bandwidths`."""
-    layers, found = attention_layers(model), {}
+    layers, warnings = attention_layers(model), {}
     for layer, sigma in bandwidths(model):
-        found |= bandwidth_warnings(layer, sigma, layers[layer].head_dim, "--lr")
-    return found
+        warnings |= bandwidth_warnings(layer, sigma, layers[layer].head_dim, "--lr")
+    return warnings

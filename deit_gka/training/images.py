@@ -1,14 +1,13 @@
-"""The images of a run: which ones, in what order they are trained on, and the worker processes that load them."""
+"""The images of a run, their order, and the worker processes that load them."""
 
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from deit_gka.data.images import Batch, Images
+from deit_gka.data.batch import Batch, Images
 from deit_gka.data.order import Order
 from deit_gka.data.sources import Stream, check_classes, located
 from deit_gka.data.sources.base import list_hash
-from deit_gka.data.sources.classes import moved_class, numbers_by_name
 from deit_gka.data.sources.parts import check_parts
 from deit_gka.data.transforms import eval_transform, train_transform
 from deit_gka.data.workers import BatchLoader, batches, default_workers, evaluation_batches, worker_context
@@ -19,12 +18,9 @@ from trainkit_gka.distributed import Runtime
 
 
 class RunImages:
-    """Training and validation images of the run in `folder`. Raises UserError if they cannot be trained on.
+    """Training and validation images of the run in `folder`. Raises UserError if they cannot be trained on."""
 
-    saved: what the checkpoint says that the run goes on from; its classes keep their numbers.
-    """
-
-    def __init__(self, config: TrainConfig, runtime: Runtime, folder: Path, saved: dict[str, Any] | None = None):
+    def __init__(self, config: TrainConfig, runtime: Runtime, folder: Path):
         self.config, self.runtime, self.folder = config, runtime, folder
         self.num_workers = default_workers() if config.num_workers < 0 else config.num_workers
         if self.num_workers:
@@ -32,18 +28,9 @@ class RunImages:
         self.train_set, self.val_set = (open_data(config.data, split, folder, config) for split in ("train", "val"))
         for warning in check_classes(self.train_set, self.val_set):
             runtime.print(f"warning: {warning}")
-        self.classes, self.numbers = self.train_set.classes, None
-        if saved is not None:
-            self._number_as(saved["classes"])
+        self.classes = self.train_set.classes
         self.order = Order(self.train_set, config, runtime, config.device_batch_size)
-        self._training_images = Images(self.train_set, train_transform(config), True, self.numbers)
-
-    def _number_as(self, known: list[str]) -> None:
-        """Give the classes the numbers that they have in `known`, if they are the same."""
-        self.numbers = numbers_by_name(self.classes, known)
-        if self.numbers is not None and (moved := moved_class(self.classes, self.numbers)):
-            self.runtime.print(f"classes are numbered as in {self.folder}, by name: {moved}")
-            self.classes = known
+        self._training_images = Images(self.train_set, train_transform(config), True)
 
     def training_batches(self, step: int, steps: int) -> BatchLoader:
         """The images of the updates from `step` on; the workers that load them start here."""
@@ -54,37 +41,36 @@ class RunImages:
         """This process's part of the validation images."""
         config = self.config
         transform = eval_transform(config.input_size, config.crop_pct, mean=config.mean, std=config.std)
-        how = self.runtime, config.device_batch_size, self.num_workers, self.numbers
-        return evaluation_batches(self.val_set, transform, *how)
+        return evaluation_batches(self.val_set, transform, self.runtime, config.device_batch_size, self.num_workers)
 
     def about(self) -> dict[str, Any]:
-        """What a checkpoint says of the images."""
+        """A checkpoint's description of the images."""
         place = {"trained_on": located(self.config.data), "parts": self.config.given_parts()}
         return {"classes": self.classes, "data": self._counts(), **place}
 
     def identity(self) -> dict[str, str]:
-        """What every process must have: the same images in the same order."""
+        """Hashes of the lists of images, which must be the same on every process."""
         sets = {"training": self.train_set, "validation": self.val_set}
         return {f"{name} images with the hash": list_hash(images) for name, images in sets.items()}
 
     def check_same(self, saved: dict[str, Any]) -> None:
-        """Raises UserError if these are not the images of the run whose checkpoint says `saved`."""
-        data, own = self.config.data, f"give it its own data, {trained_on(saved)}, or another --model-tag"
-        if saved.get("trained_on") == located(data):
-            check_parts(self.config, saved.get("parts"), self.folder)
+        """Raises UserError if these are not the images of the run whose checkpoint has the state `saved`."""
+        data, advice = self.config.data, f"give it the run's data, {trained_on(saved)}, or another --model-tag"
+        if saved["trained_on"] == located(data):
+            check_parts(self.config, saved["parts"], self.folder)
         for key, value in self._counts().items():
-            had = saved["data"].get(key)
-            if (had is None) != (value is None):
+            before = saved["data"][key]
+            if (before is None) != (value is None):
                 raise UserError(
                     f"{data} is read {'at random' if value is None else 'as a stream'}, the data of the run in "
-                    f"{self.folder} were not: the images would come in another order; {own}"
+                    f"{self.folder} were not: the images would come in another order; {advice}"
                 )
-            if had != value:
-                raise UserError(f"{data} has {value} {key} where the run in {self.folder} had {had}; {own}")
+            if before != value:
+                raise UserError(f"{data} has {value} {key} where the run in {self.folder} had {before}; {advice}")
         if saved["classes"] != self.classes:
-            raise UserError(f"{data} has other classes than the run in {self.folder}; {own}")
+            raise UserError(f"{data} has other classes than the run in {self.folder}; {advice}")
 
     def _counts(self) -> dict[str, int | None]:
-        """What must be the same for the images to go on exactly; processes: that share a stream, None without one."""
+        """Counts that a resumed run must share to go on exactly. processes: that share a stream; None without one."""
         processes = self.runtime.world_size if isinstance(self.train_set, Stream) else None
         return {"processes": processes, "training images": len(self.train_set), "validation images": len(self.val_set)}

@@ -1,8 +1,33 @@
 """How fast a run trains, and whether it waits for images."""
 
+import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 
+from deit_gka.data.batch import Batch, assemble
+
 UPDATES_NOT_TIMED = 3  # compilation, and the workers' start
+
+
+class Fetch:
+    """Takes the batches of one update from a loader, and sums up over them.
+
+    waiting: seconds until they came. loading: seconds that workers spent. broken: images, by name and reason.
+    """
+
+    def __init__(self, units: Iterator[Batch]):
+        self._units = units
+        self.waiting = self.loading = 0.0
+        self.broken: list[tuple[str, str]] = []
+
+    def __call__(self, size: int) -> Batch:
+        """The next batch of `size` images."""
+        started = time.perf_counter()
+        batch = assemble(self._units, size)
+        self.waiting += time.perf_counter() - started
+        self.loading += batch.seconds
+        self.broken += batch.broken
+        return batch
 
 
 @dataclass

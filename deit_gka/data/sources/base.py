@@ -1,4 +1,4 @@
-"""What every kind of data shares: the interface, names and listings of files."""
+"""Base of all kinds of data: the interface, names and listings of files."""
 
 import hashlib
 import os
@@ -38,7 +38,7 @@ class Source(ABC):
 
 
 def list_hash(images) -> str:
-    """Hash of the list of images of a source or stream, not of what is in them."""
+    """Hash of the list of images of a source or stream, not of their content."""
     digest = hashlib.sha256("\0".join([*images.classes, str(len(images))]).encode())
     for part in images.index() if isinstance(images, Source) else ():
         digest.update(part.contiguous().numpy().data)
@@ -46,7 +46,7 @@ def list_hash(images) -> str:
 
 
 class Names(Sequence):
-    """Many strings in two tensors, which worker processes share; every worker would have its own copy of a list."""
+    """Many strings in two tensors, which worker processes share; a list would be copied into every worker."""
 
     def __init__(self, names: Iterable[str]):
         encoded = [os.fsencode(name) for name in names]

@@ -19,47 +19,40 @@ def are_numbers(names: Iterable[str]) -> bool:
     return all(name.isascii() and name.isdigit() for name in names)
 
 
-def numbers_by_name(own: Sequence[str], known: Sequence[str]) -> list[int] | None:
-    """What number each class of `own` has in `known`; None if they are not the same names."""
-    if list(own) == list(known):
-        return list(range(len(own)))
+def numbers_by_name(classes: Sequence[str], known: Sequence[str]) -> list[int] | None:
+    """The number of each of `classes` in `known`; None if they are not the same names."""
+    if list(classes) == list(known):
+        return list(range(len(classes)))
     numbers = {name: number for number, name in enumerate(known)}
-    same = len(own) == len(known) == len(numbers) and numbers.keys() == set(own)
-    return [numbers[name] for name in own] if same else None
+    same = len(classes) == len(known) == len(numbers) and numbers.keys() == set(classes)
+    return [numbers[name] for name in classes] if same else None
 
 
-def moved_class(own: Sequence[str], numbers: Sequence[int]) -> str:
-    """Which class is the first that another order numbers otherwise; empty if none is."""
-    place = next((place for place, number in enumerate(numbers) if place != number), None)
-    return "" if place is None else f"'{own[place]}' is {numbers[place]}, not {place}"
+def numbers_in_model(classes: Sequence[str], data: str, known: Sequence[str], model: str) -> tuple[list[int], str]:
+    """The model's number for each class of the data, and a note on how they were matched; empty if nothing moved.
 
-
-def numbers_in_model(own: Sequence[str], data: str, known: Sequence[str], model: str) -> tuple[list[int], str]:
-    """What number the model has for each class of the data, and what to say of that.
-
-    own: the data's classes. known: the names that come with the model, in its order; none if nobody wrote them down.
+    classes: names in the data. known: the names that come with the model, in its order; empty if they are not recorded.
     Where all names differ (folders, numbers, words), the data's order is taken. Raises UserError if some are the same.
     """
-    in_their_order = list(range(len(own)))
+    numbers = list(range(len(classes)))
     if not known:
-        first = ", ".join(f"{number} '{name}'" for number, name in enumerate(own[:3]))
-        return in_their_order, f"{model} does not name its classes; taken in the data's order: {first}, ..."
-    numbers = numbers_by_name(own, known)
-    if numbers is not None:
-        moved = moved_class(own, numbers)
-        return numbers, f"classes are numbered as in {model}, by name: {moved}" if moved else ""
-    if set(known) & set(own):
-        unknown = next((name for name in own if name not in set(known)), own[0])
+        first = ", ".join(f"{number} '{name}'" for number, name in enumerate(classes[:3]))
+        return numbers, f"{model} does not name its classes; taken in the data's order: {first}, ..."
+    if (by_name := numbers_by_name(classes, known)) is not None:
+        moved = [f"'{name}' is {to}, not {at}" for at, (name, to) in enumerate(zip(classes, by_name)) if at != to]
+        return by_name, f"classes are numbered as in {model}, by name: {moved[0]}" if moved else ""
+    if set(known) & set(classes):
+        unknown = next((name for name in classes if name not in set(known)), classes[0])
         raise UserError(f"{data} has a class '{unknown}', which {model} does not know; the two must agree")
     if are_numbers(known):  # perhaps sorted as text, from whatever number they begin
-        in_their_order.sort(key=lambda place: int(known[place]))
-    example = f"'{own[0]}' for '{known[in_their_order[0]]}'"
+        numbers.sort(key=lambda place: int(known[place]))
+    example = f"'{classes[0]}' for '{known[numbers[0]]}'"
     taken = "they are taken to be the same in the same order"
-    return in_their_order, f"warning: {data} has other names for its classes ({example}); {taken}"
+    return numbers, f"warning: {data} has other names for its classes ({example}); {taken}"
 
 
 def one_class_text(classes: Sequence[str]) -> str:
-    """What to say of images of a single class; empty for more."""
+    """A warning about images of a single class; empty for more."""
     if len(classes) != 1:
         return ""
     return f"all images are of one class, '{classes[0]}': any model is right about all of them"

@@ -12,7 +12,7 @@ from trainkit_gka.cli import reason_of
 
 Image.init()  # Pillow's formats; not all of them are taken: for EPS it would run Ghostscript
 FORMATS = tuple(form for form in ("JPEG", "PNG", "PPM", "BMP", "TIFF", "WEBP", "GIF", "AVIF") if form in Image.OPEN)
-# Of the files that are images; what is in them is told by content. Pixels of .pfm have no known range.
+# Of image files; their format is told by content. Pixels of .pfm have no known range.
 EXTENSIONS = frozenset(end for end, form in Image.registered_extensions().items() if form in FORMATS) - {".pfm"}
 
 
@@ -38,7 +38,7 @@ def decode(data: bytes | Image.Image, upright: bool = False) -> Image.Image:
             image = Image.open(BytesIO(data), formats=FORMATS) if isinstance(data, bytes) else data
             if upright:
                 image.load()
-                with contextlib.suppress(Exception):  # damaged EXIF, which says nothing then
+                with contextlib.suppress(Exception):  # damaged EXIF is ignored
                     image = ImageOps.exif_transpose(image)
             return _rgb(image)
     except (MemoryError, BrokenImage):

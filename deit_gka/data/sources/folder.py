@@ -12,9 +12,9 @@ from pathlib import Path
 import torch
 
 from deit_gka.data.sources.base import Names, Record, Source, counted, counts_of, listing, tracked
+from deit_gka.data.sources.cache import Note, Tensors, cached
 from deit_gka.data.sources.classes import in_order
 from deit_gka.data.sources.decode import EXTENSIONS, is_image
-from deit_gka.data.sources.kept import Note, Tensors, kept
 from trainkit_gka.cli import UserError
 
 LINK = "link to a folder of these"
@@ -27,21 +27,20 @@ class Folder(Source):
     """
 
     def __init__(self, name: str, split: str, folder: Path, splits: Iterable[Path] = ()):
-        """splits: the folders of all splits, into which no link is followed."""
-        linked, seen = class_folders(folder), Seen()
-        seen.add_above(folder, *splits)
-        seen.add(*(folder / name for name, is_link in linked.items() if not is_link))
-        names = [name for name, is_link in linked.items() if not is_link or seen.add_new(folder / name)]
-        seen.add(folder, *splits)
+        """splits: the folders of all splits; below a class no link into them is followed."""
+        is_link = class_folders(folder)
+        links = Links([folder / name for name in is_link if not is_link[name]], above=[folder, *splits])
+        names = [name for name in is_link if not is_link[name] or links.follow(folder / name)]
+        links.add(folder, *splits)
         super().__init__(name, split, in_order(names))
         loose = [entry.name for entry in os.scandir(folder) if not entry.name.startswith(".") and not entry.is_dir()]
-        if not self.classes and any(is_image(file) for file in loose):
+        if not self.classes and any(map(is_image, loose)):
             flat = f"{folder} has images but no class folders (as ImageNet's val comes)"
             raise UserError(f"{flat}; sort them into {folder.name}/<class>/ as in train/")
-        key = ("class folders", str(folder), *names, *sorted(EXTENSIONS), *sorted(seen.places))
-        tensors = kept(key, lambda note: _read(folder, names, f"{split}: listing images", note, seen))
+        key = ("class folders", str(folder), *names, *sorted(EXTENSIONS), *sorted(links.folders))
+        tensors = cached(key, lambda note: _read(folder, names, f"{split}: listing images", note, links))
         counts, self.ignored = tensors["counts"], counts_of(tensors) + Counter(map(kind_of, loose))
-        self.ignored.update(f"class {name} ({LINK})" for name in sorted(linked.keys() - set(names)))
+        self.ignored.update(f"class {name} ({LINK})" for name in sorted(is_link.keys() - set(names)))
         if not counts.sum():
             wanted = f"<class>/*{{{','.join(sorted(EXTENSIONS))}}}"
             raise UserError(f"no images in {folder}; it needs {wanted}, it has: {listing(folder)}")
@@ -70,57 +69,60 @@ def class_folders(folder: Path) -> dict[str, bool]:
 
     They are sorted as text: the images are listed in this order, whatever their numbers.
     """
-    found = sorted(os.scandir(folder), key=lambda entry: entry.name)
-    return {entry.name: entry.is_symlink() for entry in found if not entry.name.startswith(".") and entry.is_dir()}
+    entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
+    return {entry.name: entry.is_symlink() for entry in entries if not entry.name.startswith(".") and entry.is_dir()}
 
 
 def kind_of(name: str) -> str:
-    """What a file that is not used is counted as."""
+    """The kind under which an unused file is counted."""
     return os.path.splitext(name)[1].lower() or "without an extension"
 
 
-class Seen:
-    """Real folders whose images have a place: a link to one, below one or above one would give them another."""
+class Links:
+    """Decides which links to folders are followed: those whose images are not read by another path.
 
-    def __init__(self):
-        self.places: set[str] = set()
-        self._above: set[str] = set()
+    folders: real paths of folders that are read; no link to one, below one or above one is followed. above: folders
+    that links may lead below, but not to or above.
+    """
+
+    def __init__(self, folders: Iterable[Path], above: Iterable[Path]):
+        self.folders: set[str] = set()
+        self._above = {path for folder in above for path in _upwards(folder)}
+        self.add(*folders)
 
     def add(self, *folders: str | Path) -> None:
-        self.places.update(map(os.path.realpath, folders))
-        self.add_above(*folders)
-
-    def add_above(self, *folders: str | Path) -> None:
-        """Refuse links to these and above them, not those to what is below."""
         for folder in folders:
-            self._above.update(_upwards(os.path.realpath(folder)))
+            self.folders.add(os.path.realpath(folder))
+            self._above.update(_upwards(folder))
 
-    def add_new(self, link: str | Path) -> bool:
-        """Whether a link's images have no place yet; then they have now."""
+    def follow(self, link: str | Path) -> bool:
+        """Whether to follow a link; its target then is a folder that is read."""
         target = os.path.realpath(link)
-        if target in self._above or not self.places.isdisjoint(_upwards(target)):
+        if target in self._above or not self.folders.isdisjoint(_upwards(target)):
             return False
         self.add(target)
         return True
 
 
-def _upwards(folder: str) -> list[str]:
-    return [folder, *map(str, Path(folder).parents)]
+def _upwards(folder: str | Path) -> list[str]:
+    """The real path of a folder, and those of all folders above it."""
+    path = Path(os.path.realpath(folder))
+    return [str(path), *map(str, path.parents)]
 
 
-def _read(folder: Path, classes: list[str], description: str, note: Note, seen: Seen) -> Tensors:
+def _read(folder: Path, classes: list[str], description: str, note: Note, links: Links) -> Tensors:
     """The paths below `folder` of all images, how many every class has, and how many other files there are."""
-    paths, counts, others = [], [], Counter()
+    paths, counts, unused = [], [], Counter()
     for name in tracked(classes, description):
-        images = _images_under(str(folder / name), note, others, seen)
+        images = _images_under(str(folder / name), note, unused, links)
         paths += [path[len(str(folder)) + 1 :] for path in sorted(images)]
         counts.append(len(images))
     text, ends = Names(paths).tensors
-    return {"text": text, "ends": ends, "counts": torch.tensor(counts, dtype=torch.int64), **counted(others)}
+    return {"text": text, "ends": ends, "counts": torch.tensor(counts, dtype=torch.int64), **counted(unused)}
 
 
-def _images_under(folder: str, note: Note, others: Counter[str], seen: Seen) -> list[str]:
-    """Paths of the images in `folder` and below. Counts in `others` what is not used."""
+def _images_under(folder: str, note: Note, unused: Counter[str], links: Links) -> list[str]:
+    """Paths of the images in `folder` and below. Counts other files in `unused`."""
     images, folders = [], []
     note(folder)
     with os.scandir(folder) as entries:
@@ -132,10 +134,10 @@ def _images_under(folder: str, note: Note, others: Counter[str], seen: Seen) -> 
             elif is_image(entry.name):
                 images.append(entry.path)
             else:
-                others[kind_of(entry.name)] += 1
+                unused[kind_of(entry.name)] += 1
     for path, is_link in sorted(folders):  # of two links to one folder, the first is followed
-        if is_link and not seen.add_new(path):
-            others[LINK] += 1
+        if is_link and not links.follow(path):
+            unused[LINK] += 1
         else:
-            images += _images_under(path, note, others, seen)
+            images += _images_under(path, note, unused, links)
     return images

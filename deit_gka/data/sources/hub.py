@@ -15,7 +15,7 @@ from trainkit_gka import extras
 from trainkit_gka.cli import PassingFault, UserError, flag_of, is_network, reason_of
 
 HUB_SPLITS = {"train": ("train",), "val": ("validation", "val", "valid")}
-LABEL_NAMES = ("label", "labels")  # of columns whose numbers are taken for classes without being asked for
+LABEL_NAMES = ("label", "labels")  # of columns whose numbers are classes without --target-key
 SHUFFLE_BUFFER = 1000  # records of a stream
 
 
@@ -69,7 +69,7 @@ class Stream:
         from datasets.distributed import split_dataset_by_node
 
         dataset, training = self._dataset, self.split == "train"
-        if training:  # a generator of our own: set_epoch would be shared with other passes
+        if training:  # a new generator: set_epoch would be shared with other passes
             dataset = dataset.shuffle(generator=np.random.default_rng((seed, epoch)), buffer_size=SHUFFLE_BUFFER)
         # Whole shards, if that makes fair parts; otherwise every rank reads everything and keeps its share.
         if dataset.num_shards >= world_size * (8 if training else 1):
@@ -122,13 +122,13 @@ def _load(data: str, split: str, name: str, parts: DataParts, streaming: bool) -
 
     logging.set_verbosity_error()  # its retries, before the one line that counts
     path = os.path.expanduser(name)
-    # What is kept of a folder must not stand in for a dataset of the hub with its name that cannot be reached.
-    kept = Path(datasets.config.HF_DATASETS_CACHE, "folders") if os.path.isdir(path) else None
+    # A cached folder must not stand in for a dataset of the hub with its name that cannot be reached.
+    cache = Path(datasets.config.HF_DATASETS_CACHE, "folders") if os.path.isdir(path) else None
     with _explained(data, name):
         config = _configuration(data, path, parts)
         splits = datasets.get_dataset_split_names(path, config)
         chosen = _split(data, split, splits, parts)
-        load = functools.partial(datasets.load_dataset, path, config, streaming=streaming, cache_dir=kept)
+        load = functools.partial(datasets.load_dataset, path, config, streaming=streaming, cache_dir=cache)
         dataset = load(split=chosen)
         features = dataset.features or {}
         image = _column(data, features, parts.input_key, "input_key", lambda name: _is_image(features[name]))
@@ -172,13 +172,13 @@ def _configuration(data: str, path: str, parts: DataParts) -> str | None:
     configs = datasets.get_dataset_config_names(path)
     chosen = parts.data_config or (configs[0] if len(configs) == 1 else datasets.get_dataset_default_config_name(path))
     if chosen not in configs:
-        what = f"has no configuration {chosen!r}" if chosen else "has several configurations"
-        raise UserError(f"{data} {what}; choose by --data-config: {', '.join(configs)}")
+        reason = f"has no configuration {chosen!r}" if chosen else "has several configurations"
+        raise UserError(f"{data} {reason}; choose by --data-config: {', '.join(configs)}")
     return chosen
 
 
 def _split(data: str, split: str, splits: list[str], parts: DataParts) -> str:
-    """What the dataset calls `split`. A test split is taken for validation only by name."""
+    """The dataset's name of `split`. A test split is taken for validation only by name."""
     names = parts.split_names(split, HUB_SPLITS[split])
     chosen = next((name for name in names if name.partition("[")[0] in splits), None)
     if chosen is None:
@@ -202,19 +202,18 @@ def _is_label(feature, name: str = "") -> bool:
     return isinstance(feature, datasets.ClassLabel) or (number and (not name or name in LABEL_NAMES))
 
 
-def _column(data: str, features: dict, given: str, field: str, fits: Callable[[str], bool]) -> str:
-    """The column that was asked for, or else the only one that fits. Raises UserError that lists what there is."""
-    is_input, found = field == "input_key", [name for name in features if fits(name)]
-    if given in features and (_is_image if is_input else _is_label)(features[given]):
-        return given
-    if not given and len(found) == 1:
-        return found[0]
-    kind = "images" if is_input else "classes"
-    what = f"no column {given!r} of {kind}" if given else f"{'several columns' if found else 'no column'} of {kind}"
-    needs = "Image" if is_input else "ClassLabel or whole numbers"
-    columns = ", ".join(f"{name} ({_type_name(feature)})" for name, feature in features.items())
-    tars = "" if columns else " (if it is tars, download them and use wds:FOLDER)"
-    raise UserError(f"{data} has {what} ({needs}); choose by {flag_of(field)}: {columns or 'it has no columns'}{tars}")
+def _column(data: str, features: dict, name: str, field: str, fits: Callable[[str], bool]) -> str:
+    """The column called `name`, or without a name the only one that fits. Raises UserError that lists the columns."""
+    is_input, fitting = field == "input_key", list(filter(fits, features))
+    if name in features and (_is_image if is_input else _is_label)(features[name]):
+        return name
+    if not name and len(fitting) == 1:
+        return fitting[0]
+    kind, needs = ("images", "Image") if is_input else ("classes", "ClassLabel or whole numbers")
+    has = f"no column {name!r}" if name else "several columns" if fitting else "no column"
+    columns = ", ".join(f"{column} ({_type_name(feature)})" for column, feature in features.items())
+    columns = columns or "it has no columns (if it is tars, download them and use wds:FOLDER)"
+    raise UserError(f"{data} has {has} of {kind} ({needs}); choose by {flag_of(field)}: {columns}")
 
 
 def _type_name(feature) -> str:

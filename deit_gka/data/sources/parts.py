@@ -23,9 +23,9 @@ class DataParts:
     """The column of the labels, or the suffix of their members in tars, such as cls."""
 
     def split_names(self, split: str, usual: tuple[str, ...]) -> tuple[str, ...]:
-        """What "train" or "val" may be called."""
-        given = self.train_split if split == "train" else self.val_split
-        return (given,) if given else usual
+        """The names that the split "train" or "val" may have."""
+        name = self.train_split if split == "train" else self.val_split
+        return (name,) if name else usual
 
     def given_parts(self) -> dict[str, str]:
         """The names that were given, by field."""
@@ -43,10 +43,11 @@ NONE = DataParts()
 ALL_PARTS = tuple(field.name for field in fields(DataParts))
 
 
-def check_parts(now: DataParts, had: dict[str, str] | None, folder: Path) -> None:
-    """Raises UserError that names the first flag whose value is not what the run in `folder` had; None: not known."""
-    for name in ALL_PARTS if had is not None else ():
-        value, before = getattr(now, name), had.get(name, "")
+def check_parts(parts: DataParts, saved: dict[str, str], folder: Path) -> None:
+    """Raises UserError that names the first flag whose value differs from that of the run in `folder`."""
+    for name in ALL_PARTS:
+        value, before = getattr(parts, name), saved.get(name, "")
         if value != before:
-            its = f"the run in {folder} has {before or 'none'}"
-            raise UserError(f"{flag_of(name)} is {value or 'none'} but {its}; use its value")
+            raise UserError(
+                f"{flag_of(name)} is {value or 'none'} but the run in {folder} has {before or 'none'}; use its value"
+            )

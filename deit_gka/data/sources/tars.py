@@ -17,8 +17,8 @@ import numpy as np
 import torch
 
 from deit_gka.data.sources.base import MAX_CLASSES, Names, Record, Source, counted, counts_of, tracked
+from deit_gka.data.sources.cache import Note, Tensors, cached
 from deit_gka.data.sources.decode import EXTENSIONS, is_image
-from deit_gka.data.sources.kept import Note, Tensors, kept
 from deit_gka.data.sources.parts import NONE, DataParts
 from trainkit_gka.cli import UserError, reason_of
 
@@ -38,7 +38,7 @@ class Tars(Source):
     def __init__(self, name: str, split: str, root: Path, shards: list[Path], parts: DataParts = NONE):
         self._shards, self._files = [str(shard) for shard in shards], {}
         key = ("tars", *self._shards, parts.input_key, parts.target_key, *sorted(EXTENSIONS))
-        tensors = kept(key, lambda note: _read(self._shards, parts, f"{split}: listing tars", note))
+        tensors = cached(key, lambda note: _read(self._shards, parts, f"{split}: listing tars", note))
         self._names, self._rows = Names.of(tensors["text"], tensors["ends"]), tensors["rows"]
         if not len(self._names):
             files = f"the {len(shards)} {split} tar files of {root}"
@@ -73,13 +73,13 @@ class Tars(Source):
         return data, label, self._names[index]
 
 
-def shards_of(root: Path, names: tuple[str, ...], others: Iterable[str] = ()) -> list[Path]:
-    """The tars of a split: those in a folder of one of its names, or else those in `root` with one in their own.
+def shards_of(root: Path, names: tuple[str, ...], splits: Iterable[str] = ()) -> list[Path]:
+    """The tars of a split: those in a folder of one of its `names`, else those in `root` whose names have one.
 
-    others: names that splits have besides the usual ones.
+    splits: names that splits have besides the usual ones.
     """
     tars = [path for folder in names for path in sorted((root / folder).glob("*.tar"))]
-    words = sorted({*USUAL_WORDS, *names, *others} - {""}, key=len, reverse=True)
+    words = sorted({*USUAL_WORDS, *names, *splits} - {""}, key=len, reverse=True)
     start = re.compile(f"(?<![a-z])({'|'.join(map(re.escape, words))})", re.IGNORECASE)
     for path in [] if tars else sorted(root.glob("*.tar")):
         word = start.search(path.name)
@@ -139,8 +139,8 @@ def _samples(tar: tarfile.TarFile, unused: Counter[str]) -> dict[str, Members]:
     """The members of every key."""
     samples: dict[str, Members] = {}
     for member in tar:
-        found, name = KEY.fullmatch(member.name), os.path.basename(member.name)
-        key, suffix = (found[1], found[2].lower()) if found else ("", "")
+        match, name = KEY.fullmatch(member.name), os.path.basename(member.name)
+        key, suffix = (match[1], match[2].lower()) if match else ("", "")
         if member.isdir():
             continue
         if not member.isreg() or member.issparse():
@@ -160,7 +160,7 @@ def _suffixes(names: str) -> list[str]:
 
 
 def _images_of(where: str, key: str, members: Members, parts: DataParts) -> list[tuple[str, str, str]]:
-    """(name, suffix of the image, suffix of its label) of what a key has: one image, whose suffix is the shortest.
+    """(name, suffix of the image, suffix of its label) of a key: one image, that with the shortest suffix.
 
     Images of one key that have labels of their own (0.5.jpg and 0.5.cls) are images by themselves. Raises UserError for
     several without.
@@ -178,7 +178,7 @@ def _images_of(where: str, key: str, members: Members, parts: DataParts) -> list
     label = next((kind for kind in labels if kind in members), labels[0])
     shared = [image for image in shared if "." not in image] or shared
     if alone and label not in members:
-        return alone  # the others belong to these, such as masks
+        return alone  # the rest belongs to these, such as masks
     if len(shared) > 1:
         raise UserError(f"{where} has {len(shared)} images, {', '.join(shared)}: choose, as by --input-key {shared[0]}")
     return alone + [(key, image, label) for image in shared]

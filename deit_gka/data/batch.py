@@ -1,6 +1,6 @@
 """Making batches of images from keys, in the worker processes.
 
-A broken image never stops training: a neighbour in the batch takes its place, and it is counted and reported.
+A broken image never stops training: a neighbour in the batch takes its place, and the batch lists it.
 """
 
 import time
@@ -12,11 +12,11 @@ import torch
 from deit_gka.data.order import Key
 from deit_gka.data.seeds import seed_everything
 from deit_gka.data.sources import BrokenImage, Source, Stream, decode
-from trainkit_gka.cli import reason_of
+from trainkit_gka.cli import UserError, reason_of
 
 
 class Batch(NamedTuple):
-    """Images and labels, and what went wrong on the way."""
+    """Images and labels, and the images that could not be read."""
 
     images: torch.Tensor  # (n, 3, S, S) float32, normalised
     labels: torch.Tensor  # (n,) int64
@@ -27,7 +27,7 @@ class Batch(NamedTuple):
 class Images:
     """Makes batches from keys. In training a broken image is replaced by a neighbour, in evaluation it is left out.
 
-    numbers: what the model calls each of the source's labels; None leaves them.
+    numbers: the model's number for each label of the source; None = the same number.
     """
 
     def __init__(self, source: Source | Stream, transform, training: bool, numbers: Sequence[int] | None = None):
@@ -36,28 +36,8 @@ class Images:
 
     def __getitems__(self, keys: list[Key]) -> Batch:
         started = time.perf_counter()
-        made: list[tuple[torch.Tensor, int] | None] = []
-        broken = []
-        for key in keys:
-            name = f"{self.name}, image {key.item}" if isinstance(key.item, int) else key.item[2]
-            try:
-                data, label, name = self.source.read(key.item) if isinstance(key.item, int) else key.item
-                image = decode(data)
-            except (BrokenImage, OSError) as error:
-                broken.append((name, str(error)))
-                made.append(None)
-                continue
-            if self.training:
-                seed_everything(key.seed)
-            try:
-                pixels = self.transform(image)
-            except MemoryError:  # may be the machine's fault
-                raise MemoryError(f"no memory is left for {name}, {image.width} x {image.height} pixels") from None
-            except Exception as error:  # this image's fault: it has a shape that a transform does not take
-                broken.append((name, f"{type(error).__name__}: {reason_of(error)}"))
-                made.append(None)
-                continue
-            made.append((pixels, label if self.numbers is None else self.numbers[label]))
+        broken: list[tuple[str, str]] = []
+        made = [self._make(key, broken) for key in keys]
         if self.training:
             made = _with_neighbours(made)
         intact = [pair for pair in made if pair is not None]
@@ -65,23 +45,45 @@ class Images:
         labels = torch.tensor([label for _, label in intact], dtype=torch.long)
         return Batch(images, labels, broken, time.perf_counter() - started)
 
+    def _make(self, key: Key, broken: list[tuple[str, str]]) -> tuple[torch.Tensor, int] | None:
+        """Image and label; None for a broken image, which is added to `broken`. Raises MemoryError."""
+        name = f"{self.name}, image {key.item}" if isinstance(key.item, int) else key.item[2]
+        try:
+            data, label, name = self.source.read(key.item) if isinstance(key.item, int) else key.item
+            image = decode(data)
+        except (BrokenImage, OSError) as error:
+            broken.append((name, str(error)))
+            return None
+        if self.training:
+            seed_everything(key.seed)
+        try:
+            return self.transform(image), label if self.numbers is None else self.numbers[label]
+        except MemoryError:  # may be the machine's fault
+            raise MemoryError(f"no memory is left for {name}, {image.width} x {image.height} pixels") from None
+        except Exception as error:  # this image's fault: it has a shape that a transform does not take
+            broken.append((name, f"{type(error).__name__}: {reason_of(error)}"))
+            return None
+
 
 def _with_neighbours(made: list) -> list:
     """`made` with the next intact image, or after the last the first, in place of every None."""
     intact = [place for place, pair in enumerate(made) if pair is not None]
     if not intact:
         return made
-    stand_ins = [next((other for other in intact if other >= place), intact[0]) for place in range(len(made))]
-    return [made[place] for place in stand_ins]
+    return [made[next((other for other in intact if other >= place), intact[0])] for place in range(len(made))]
 
 
 def assemble(units: Iterator[Batch], size: int) -> Batch:
-    """The next `size` images as one batch; a unit without any readable image ends it and is returned alone."""
+    """The next `size` images as one batch. Raises UserError for a unit without any readable image."""
     parts: list[Batch] = []
     while sum(len(part.images) for part in parts) < size:
         parts.append(next(units))
         if not len(parts[-1].images):
-            return parts[-1]
+            (name, reason), *more = parts[-1].broken
+            raise UserError(
+                f"none of {1 + len(more)} images in a row can be read, the first is {name}: {reason}; "
+                "is the disk still there?"
+            )
     return join(parts)
 
 
