@@ -49,7 +49,7 @@ from trainkit_gka.cli import UserError
 from trainkit_gka.distributed import Runtime, Stop
 from trainkit_gka.loop import launch
 from trainkit_gka.progress import RunLog, rate
-from trainkit_gka.trainer import Evaluation, Kept
+from trainkit_gka.trainer import Contents, Evaluation
 from trainkit_gka.trainer import Trainer as BaseTrainer
 
 TRAINING = 3  # times the FLOPs of a forward pass: backward takes two
@@ -230,7 +230,7 @@ class Trainer(BaseTrainer):
 
     # What a checkpoint keeps
 
-    def kept(self) -> Kept:
+    def contents(self) -> Contents:
         """All randomness is a function of the seed and the update's number: no state of a random generator is here."""
         average = {} if self.average is None else {"ema": self.average.module.state_dict()}
         tensors = {"model": self.model.state_dict(), **average, "optimizer": state_tensors(self.optimizer, self.model)}
@@ -242,7 +242,7 @@ class Trainer(BaseTrainer):
             "scaler": self.scaler.state_dict(),
             "epoch": self.state["step"] / self.steps_per_epoch,
         }
-        return Kept(tensors, about)
+        return Contents(tensors, about)
 
     def identity(self) -> dict[str, str]:
         return self.images.identity()

@@ -53,7 +53,7 @@ from trainkit_gka.loop import launch
 from trainkit_gka.progress import Pace, RunLog, clock_text, rate
 from trainkit_gka.results import git_commit, peak_memory
 from trainkit_gka.run_config import RunConfig
-from trainkit_gka.trainer import Evaluation, Kept
+from trainkit_gka.trainer import Contents, Evaluation
 from trainkit_gka.trainer import Trainer as BaseTrainer
 
 LOSS_MEMORY = 0.9  # of the printed loss, a running average
@@ -351,7 +351,7 @@ class Trainer(BaseTrainer):
 
     # What a checkpoint keeps
 
-    def kept(self) -> Kept:
+    def contents(self) -> Contents:
         about = {
             "commit": self.commit,
             "model_config": asdict(self.model.config),
@@ -360,7 +360,7 @@ class Trainer(BaseTrainer):
             "steps": self.steps,
         }
         tensors = {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
-        return Kept(tensors, about, {FILE_NAME: self.data.folder / FILE_NAME})
+        return Contents(tensors, about, {FILE_NAME: self.data.folder / FILE_NAME})
 
     def identity(self) -> dict[str, str]:
         return {"packed rows with the hash": self.data.rows_hash()}

@@ -51,9 +51,9 @@ def save(
 ) -> Path:
     """Write checkpoint `step` into `folder` and keep the newest `keep` of those up to it. Returns its folder.
 
-    files: copied in under the given names. The final name appears only when everything is on disk; a kill at any moment
-    leaves the previous checkpoints as they are. An intact checkpoint of this step stays as it is, unless it is to be
-    written `again`. Later steps are deleted: a run that saves an earlier one has fallen back past them.
+    files: copied into it, by the copy's name. The final name appears only when everything is on disk; a kill at any
+    moment leaves the previous checkpoints as they are. again: overwrite an intact checkpoint of this step, which stays
+    as it is otherwise. Checkpoints of later steps are deleted: the run has fallen back past them.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -68,13 +68,13 @@ def save(
             shutil.copyfile(source, temporary / name)
         write_json(temporary / "state.json", state)
         write_json(temporary / "manifest.json", {path.name: sha256(path) for path in sorted(temporary.iterdir())})
-    kept = [path for path in _newest_first(folder) if path <= final][: max(1, keep)]
-    _delete(path for path in _newest_first(folder) if path not in kept)
+    newest = [path for path in _newest_first(folder) if path <= final][: max(1, keep)]
+    _delete(path for path in _newest_first(folder) if path not in newest)
     return final
 
 
 def write_tensors(tensors: Tensors, path: Path, metadata: dict[str, str] | None = None) -> None:
-    """A safetensors file, which others may read as any new file. Raises OSError if the disk is full."""
+    """Write a safetensors file with the permissions of any new file. Raises OSError if the disk is full."""
     try:
         with usual_mode(path):
             save_file({key: value.detach().contiguous().cpu() for key, value in tensors.items()}, path, metadata)
@@ -85,7 +85,7 @@ def write_tensors(tensors: Tensors, path: Path, metadata: dict[str, str] | None 
 
 
 def file_bytes(tensors: Tensors) -> int:
-    """The size of the file that `write_tensors` makes of them, up to some bytes: its header has names and shapes."""
+    """The size of the file that `write_tensors` makes of `tensors`, up to some bytes of its header."""
     header = {name: {"dtype": "F32", "shape": [*t.shape], "data_offsets": [10**9] * 2} for name, t in tensors.items()}
     return sum(tensor.nbytes for tensor in tensors.values()) + len(json.dumps(header, separators=(",", ":")))
 
@@ -93,7 +93,7 @@ def file_bytes(tensors: Tensors) -> int:
 def load_newest(folder: Path, warn=print) -> Checkpoint | None:
     """The newest intact checkpoint of `folder`, or None if it has no checkpoint.
 
-    A damaged one is reported through `warn` and passed over. Raises UserError if every checkpoint is damaged.
+    A damaged checkpoint is reported through `warn` and skipped. Raises UserError if every checkpoint is damaged.
     """
     candidates = _newest_first(folder)
     for path in candidates:
@@ -118,7 +118,7 @@ def load(path: Path, verify: bool = True) -> Checkpoint:
 
 
 def find_damage(path: Path) -> str | None:
-    """What is wrong with a checkpoint folder, or None if every file has the recorded content."""
+    """The first damage of a checkpoint folder as text; None if every file has its recorded checksum."""
     try:
         manifest = read_json(Path(path) / "manifest.json", "manifest")
     except UserError as error:

@@ -1,4 +1,4 @@
-"""torch.compile: whether it works here, asked before a run starts."""
+"""torch.compile: a check before a run starts that it works on this machine."""
 
 import torch
 
@@ -9,10 +9,10 @@ OFF = "off"
 
 
 def mode(flag: str, value: str, automatic: str, runtime: Runtime) -> str:
-    """How to compile for `runtime`'s device: `value`, or `automatic` if that is "auto"; "off" is not at all.
+    """The mode of torch.compile on `runtime`'s device: `value`, or `automatic` if that is "auto"; "off" = none.
 
-    flag: whose value it is, such as "--compile". Where torch.compile fails "auto" becomes "off", with one printed line,
-    and any other value raises UserError. Waits for no other process.
+    flag: the name for messages, such as "--compile". Where torch.compile fails "auto" becomes "off", with one printed
+    line, and any other value raises UserError. Waits for no other process.
     """
     chosen = automatic if value == "auto" else value
     reason = None if chosen == OFF else obstacle(runtime.device)
@@ -25,9 +25,9 @@ def mode(flag: str, value: str, automatic: str, runtime: Runtime) -> str:
 
 
 def obstacle(device: torch.device) -> str | None:
-    """Why torch.compile fails on `device`, or None. It compiles a sum, for which it needs all that models need.
+    """Why torch.compile fails on `device`, or None. Compiles a sum, which needs the same tools as a model.
 
-    Takes seconds; a model that is compiled afterwards takes as much less.
+    Takes seconds, which the model's compilation saves later.
     """
     try:
         torch.compile(lambda x: x + 1, dynamic=False)(torch.zeros(8, device=device))

@@ -12,7 +12,7 @@ GROUP = "gka.commands"  # pyproject.toml: the module of each command
 
 
 def main() -> None:
-    """Run the module of the command that this process was started as. Exits with 2 if an extra is missing."""
+    """Run the module of the command by which this process was started. Exits with 2 if an extra is missing."""
     (command,) = entry_points(group=GROUP, name=Path(sys.argv[0]).stem)
     try:
         importlib.import_module(command.value.partition(".")[0])

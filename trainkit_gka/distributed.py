@@ -29,7 +29,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Runtime:
-    """Where this process runs. `world_size` 1 means that there is no process group."""
+    """The rank and device of this process. `world_size` 1 means that there is no process group."""
 
     rank: int
     world_size: int
@@ -67,47 +67,43 @@ class Runtime:
                 dist.broadcast(tensor.detach(), src=0)
 
     def agree(self, prepare: Callable[[], T]) -> T:
-        """Run `prepare` on every rank, and end on every rank if it raises UserError on any.
+        """Run `prepare` on every rank, and end every rank if it raises UserError on any.
 
-        That rank raises its error, the others leave quietly with its exit code. Without this, ranks that saw nothing
-        wrong would wait in their next collective for the failed one.
+        The failed rank raises its error, the other ranks exit with its code and print nothing. Without this they would
+        wait in their next collective for the failed one.
         """
         result = error = None
         try:
             result = prepare()
         except UserError as caught:
             error = caught
-        # A mistake comes before a passing fault: trying again does not mend it.
+        # A mistake comes before a passing fault: trying again does not correct it.
         codes = [kind.code for kind in (UserError, PassingFault) if self.any(getattr(error, "code", 0) == kind.code)]
         if error is not None:
             raise error
         if codes:
-            time.sleep(6)  # torchrun ends everyone with the first to leave; the failed rank must print its error first
+            time.sleep(6)  # torchrun ends all ranks after the first; the failed one must print its error first
             sys.exit(codes[0])
         return result
 
     def check_same(self, describe: Callable[[], dict[str, str]]) -> None:
-        """Raises UserError, on every rank, unless every rank's description of its files is the same.
-
-        On one machine they do, unless files change meanwhile; on several each may have its own.
-        """
+        """Raises UserError on every rank unless `describe()` is the same on all: machines may have different files."""
         if self.world_size == 1:
             return
-        said: list = [None] * self.world_size
-        dist.all_gather_object(said, describe())
-        for key, value in said[0].items():
-            others = [str(rank) for rank, other in enumerate(said) if other[key] != value]
-            if others:
-                raise UserError(
-                    f"process 0 has {key}: {value}; processes {', '.join(others)} have "
-                    f"{said[int(others[0])][key]}. Give every machine the same files, by a shared folder or copies"
-                )
+        descriptions: list = [None] * self.world_size
+        dist.all_gather_object(descriptions, describe())
+        for key, value in descriptions[0].items():
+            differing = [rank for rank, description in enumerate(descriptions) if description[key] != value]
+            if differing:
+                ranks, other = ", ".join(map(str, differing)), descriptions[differing[0]][key]
+                problem = f"process 0 has {key}: {value}; processes {ranks} have {other}"
+                raise UserError(f"{problem}. Give every machine the same files, by a shared folder or copies")
 
     def rounds(self, items: Iterable[T], stop: "Stop | None" = None) -> Iterator[T]:
-        """`items`, of which every rank may have another number, until a signal to any rank ends them on all.
+        """Yield `items`, whose number may differ between ranks, until a signal to any rank ends them on all.
 
-        The ranks meet after each item is made, so an item should take seconds at most; a rank that has no more goes on
-        meeting the others. Raises Interrupted on every rank. Without `stop` the ranks do not meet.
+        The ranks communicate after each item, so an item should take seconds at most; a rank without further items
+        takes part until all have none. Raises Interrupted on every rank. Without `stop` the ranks do not communicate.
         """
         items, none_left = iter(items), object()
         while True:
@@ -115,8 +111,8 @@ class Runtime:
             flags = [int(stop is not None and stop.requested), int(item is not none_left)]
             if stop is not None and self.world_size > 1:
                 flags = self.sum(torch.tensor(flags, device=self.device)).tolist()
-            asked, busy = flags
-            if asked:
+            stop_requested, busy = flags
+            if stop_requested:
                 raise Interrupted
             if not busy:
                 return
@@ -139,14 +135,15 @@ class Runtime:
 
 
 class Interrupted(Exception):
-    """A signal to some rank has ended, on all of them, what they did between two steps."""
+    """A signal to some rank has interrupted an evaluation on all ranks."""
 
 
 class Stop:
-    """Set by SIGTERM, SIGHUP or SIGINT from its creation on: a training loop finishes its step, saves and leaves.
+    """Set by SIGTERM, SIGHUP or SIGINT from its creation on: a training loop finishes its step, saves and exits.
 
-    SIGHUP, of a closed terminal, stays ignored where it was, as under nohup. Another Ctrl-C some seconds later ends the
-    process at once. Not sooner: torchrun passes a signal on to processes that had it from the terminal already.
+    SIGHUP, of a closed terminal, stays ignored where it was ignored before, as under nohup. A second Ctrl-C some
+    seconds later ends the process at once. Not sooner: torchrun passes a signal on to processes to which the terminal
+    has sent it already.
     """
 
     SAME_SIGNAL_WITHIN = 3.0  # seconds
@@ -181,7 +178,7 @@ def setup(device_type: str = "auto", seed: int = 42) -> Runtime:
         if local_rank >= torch.cuda.device_count():
             raise UserError(
                 f"this is process {local_rank + 1} on this machine but it has {torch.cuda.device_count()} GPUs; "
-                "lower NGPU (torchrun --nproc-per-node)"
+                "lower torchrun's --nproc-per-node"
             )
         device = torch.device("cuda", local_rank)
         torch.cuda.set_device(device)
@@ -190,7 +187,7 @@ def setup(device_type: str = "auto", seed: int = 42) -> Runtime:
         device = torch.device("cpu")
         keep_freed_memory()
     if not {"OMP_NUM_THREADS", "MKL_NUM_THREADS"} & os.environ.keys():
-        # torch does not know of a container's quota, above which its threads wait for one another.
+        # torch ignores a container's quota of cores; more threads than that wait for one another.
         torch.set_num_threads(min(torch.get_num_threads(), cores()))
     random.seed(seed)
     np.random.seed(seed % 2**32)
@@ -204,10 +201,10 @@ def setup(device_type: str = "auto", seed: int = 42) -> Runtime:
 
 
 def keep_freed_memory() -> None:
-    """Have glibc reuse large blocks; without glibc nothing happens.
+    """Make glibc reuse large blocks of freed memory; does nothing without glibc.
 
-    By default it gives them back to the kernel at every free, and the page faults of asking again cost element-wise
-    operations on a CPU several times their own work.
+    By default they return to the kernel, and the page faults of the next allocation cost an element-wise operation on a
+    CPU several times its work.
     """
     with contextlib.suppress(OSError, AttributeError):
         libc = ctypes.CDLL("libc.so.6")
@@ -217,11 +214,10 @@ def keep_freed_memory() -> None:
 
 @contextmanager
 def running(device_type: str = "auto", seed: int = 42) -> Iterator[Runtime]:
-    """`setup`, and at the end leave the process group. Raises as `setup`.
+    """`setup`, and destroy the process group at the end. Raises as `setup`.
 
-    When all went well the ranks wait for one another first: gloo aborts a process whose peers are gone before it has
-    finished with them. After an error the group is left as it is: taking it down waits for peers that may be waiting
-    for this process, and its message would come after that.
+    Without an error the ranks wait for one another first: gloo aborts a process that still communicates with a rank
+    that has ended. After an error the group stays: destroying it would wait for ranks that may be waiting for this one.
     """
     runtime = setup(device_type, seed)
     yield runtime

@@ -1,4 +1,4 @@
-"""Folders that trained models are exported to: one model each, whole or absent."""
+"""Folders of exported models: one model each, complete or absent."""
 
 import shutil
 from collections.abc import Callable
@@ -16,9 +16,9 @@ WEIGHTS, CONFIG = "model.safetensors", "config.json"
 def export_folder(folder: Path, holds_this_model: Callable[[], bool]):
     """Yield a folder to write an export into; it becomes `folder` when the block succeeds.
 
-    ONNX files of an earlier export of this model are deleted, other files in `folder` stay. holds_this_model: whether
-    the export in `folder` is of this model; it is called if there is one. Raises UserError if it is of another model,
-    or if `folder` holds something else.
+    ONNX files of an earlier export of this model are deleted, other files in `folder` stay. holds_this_model: called if
+    `folder` has an export; whether that is of this model. Raises UserError if it is not, or if `folder` holds something
+    else.
     """
     if (folder / CONFIG).exists():
         if not holds_this_model():

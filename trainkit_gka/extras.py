@@ -1,4 +1,4 @@
-"""What a package needs and the operator does not: named in one line where it is missing."""
+"""Optional dependencies: one line names those that are missing and how to install them."""
 
 import importlib.metadata
 import importlib.util
@@ -6,11 +6,11 @@ import re
 
 
 class MissingExtra(ModuleNotFoundError):
-    """A package of gka was imported without what it needs; the message says what to install."""
+    """A package of gka was imported without its dependencies; the message says how to install them."""
 
 
 def missing(extra: str, *modules: str) -> str:
-    """Which of `modules`, which gka[extra] installs, cannot be found, and what to do, in one line; else empty."""
+    """One line that names those of `modules`, of gka[extra], that are not installed; empty if none is missing."""
     absent = [name for name in modules if importlib.util.find_spec(name) is None]
     if not absent:
         return ""
@@ -19,14 +19,14 @@ def missing(extra: str, *modules: str) -> str:
 
 
 def advice(extra: str) -> str:
-    """What installs an extra."""
+    """The command that installs an extra."""
     return f'run pip install "gka[{extra}]" (in a checkout: pip install -e ".[{extra}]")'
 
 
 def require(package: str, extra: str, *modules: str) -> None:
     """Raises MissingExtra unless all of `modules`, which gka[extra] installs for `package`, can be found."""
     if reason := missing(extra, *modules):
-        raise MissingExtra(reason, name=package)  # python -m says it in one line if the name is its package's
+        raise MissingExtra(reason, name=package)  # python -m prints it in one line if `name` is its package
 
 
 def require_version(package: str, extra: str, distribution: str, oldest: str) -> None:

@@ -24,9 +24,9 @@ def sha256(path: Path) -> str:
 
 
 def check_named(folder: Path, default: Path, holds: str) -> None:
-    """Raises UserError if a folder that was named is not there; the default one may be missing.
+    """Raises UserError if `folder` does not exist, unless it is the default one.
 
-    holds: what is looked for in it, for the message.
+    holds: for the message: what the folder should contain.
     """
     if folder != default and not folder.is_dir():
         raise UserError(f"there is no folder {folder}; name one with {holds}")
@@ -49,9 +49,8 @@ def atomic(path: Path):
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(
-        f".tmp-{path.name}-{secrets.token_hex(4)}"
-    )  # processes of several machines may have one id
+    # Not by process id: processes of several machines may have the same.
+    temporary = path.with_name(f".tmp-{path.name}-{secrets.token_hex(4)}")
     try:
         yield temporary
         fsync(temporary)
@@ -65,9 +64,9 @@ def atomic(path: Path):
 def atomic_folder(path: Path):
     """Yield an empty folder beside `path`.
 
-    When the block succeeds the folder is fsynced and renamed to `path`, when it fails nothing is left. A folder that is
-    at `path` stays until then; the next call puts it back if a kill came between the two renames. Only one process at
-    a time may write to `path`.
+    When the block succeeds the folder is fsynced and renamed to `path`, when it fails nothing is left. An existing
+    folder at `path` stays until then; after a kill between the two renames the next call restores it. Only one process
+    at a time may write to `path`.
     """
     path = Path(path).resolve()
     temporary, replaced = (path.with_name(f".tmp-{prefix}{path.name}") for prefix in ("", "replaced-"))
@@ -95,7 +94,7 @@ def _put_back(replaced: Path, path: Path) -> None:
 
 @contextmanager
 def usual_mode(path: Path):
-    """What the block writes at `path` gets the mode of any new file; safetensors 0.8 lets only the owner read."""
+    """Give the file that the block writes the mode of any new file; safetensors 0.8 lets only the owner read it."""
     path.touch()
     mode = path.stat().st_mode
     yield
@@ -105,12 +104,12 @@ def usual_mode(path: Path):
 def write_json(path: Path, value: Any) -> None:
     """Write `value` as indented JSON, atomically."""
     with atomic(path) as temporary, open(temporary, "w") as file:
-        json.dump(value, file, indent=1)  # piece by piece: as one string a large list takes several times its memory
+        json.dump(value, file, indent=1)  # not json.dumps: the string of a large list takes several times its memory
         file.write("\n")
 
 
 def read_json(path: Path, name: str) -> dict[str, Any]:
-    """Read a JSON file that holds an object. Raises UserError, with the `name` of what it should be, if not."""
+    """Read a JSON file that holds an object. Raises UserError with `name`, the kind of file, if that fails."""
     try:
         value = json.loads(Path(path).read_text())
     except FileNotFoundError:
@@ -131,9 +130,9 @@ def remove_stale_temporaries(folder: Path) -> None:
 
 @contextmanager
 def locked(folder: Path, doing: str):
-    """Hold the folder for this process. Raises UserError if another one holds it.
+    """Lock the folder for this process. Raises UserError if another process has it locked.
 
-    The lock ends with the process, however that ends. doing: what this process does in the folder, for that message.
+    The lock ends with the process, however that ends. doing: for the message, such as "training in".
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)

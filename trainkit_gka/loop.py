@@ -1,9 +1,8 @@
 """The loop of every trainer: resume, announce, then step, log, save and evaluate to the end or a signal, and finish.
 
-What a step and an evaluation compute is the trainer's (`trainkit_gka.trainer`). Nothing is lost: a checkpoint is
-written before every evaluation, a signal ends the loop after its step and a save, or ends its evaluation, which the
-next process makes again, and a run that was killed at any moment continues from its newest intact checkpoint; what its
-log has already is not done again.
+The trainer (`trainkit_gka.trainer`) computes the steps and evaluations. A checkpoint is written before every
+evaluation. On a signal the loop finishes its step, saves and exits; an interrupted evaluation is run again on resume,
+logged ones are not. A run that was killed at any moment continues from its newest intact checkpoint.
 """
 
 import contextlib
@@ -26,24 +25,24 @@ from trainkit_gka.trainer import Trainer
 
 
 def launch(config: RunConfig, make_trainer: Callable[[Any, Runtime, Checkpoint | None], Trainer]) -> None:
-    """Train the run of `config` from where it stands to its end, and record its numbers.
+    """Train the run of `config` from its newest checkpoint, or the start, to its end, and record its numbers.
 
-    Raises UserError, on every process, for anything that the user can mend, and SystemExit with --stopped-code.
+    Raises UserError on every process for mistakes that the user can correct, and SystemExit with --stopped-code.
     """
     code = 0
     config.check()
     signals.outlive_readers()
-    with running(config.device_type, config.seed) as runtime, contextlib.ExitStack() as held:
+    with running(config.device_type, config.seed) as runtime, contextlib.ExitStack() as cleanup:
         if config.dry_run:
             trainer = runtime.agree(lambda: make_trainer(config, runtime, resume(config, runtime)))
-            held.callback(trainer.close)
-            Profiler(trainer)  # refuses what training would
+            cleanup.callback(trainer.close)
+            Profiler(trainer)  # checks --profile
             show_plan(trainer)
             return
 
         def prepare() -> tuple[Trainer, RunLog, Profiler]:
             if runtime.is_main:
-                held.enter_context(locked(config.folder, "training in"))
+                cleanup.enter_context(locked(config.folder, "training in"))
                 check_appendable(config.results)
             trainer = make_trainer(config, runtime, resume(config, runtime))
             log = RunLog(
@@ -55,21 +54,21 @@ def launch(config: RunConfig, make_trainer: Callable[[Any, Runtime, Checkpoint |
                 config=config.identity(),
                 enabled=runtime.is_main,
             )
-            held.callback(log.close)
+            cleanup.callback(log.close)
             return trainer, log, Profiler(trainer)
 
         trainer, log, profiler = runtime.agree(prepare)
-        held.callback(trainer.close)
-        done = f"a run that has done this many {trainer.STEP}s"  # machines may mount its folder in different places
-        runtime.check_same(lambda: {done: str(trainer.state["step"]), **trainer.identity()})
+        cleanup.callback(trainer.close)
+        steps_done = f"a run that has done this many {trainer.STEP}s"  # the paths may differ between machines
+        runtime.check_same(lambda: {steps_done: str(trainer.state["step"]), **trainer.identity()})
         runtime.broadcast(trainer.model.parameters())
         if runtime.any(log.enabled and finish_record(config.folder, trainer.FINISH_KEYS, trainer.steps) is not None):
             runtime.print(f"{config.folder}: already trained for its {trainer.steps:,} {trainer.STEP}s")
             return
         announce(trainer, log)
-        held.callback(profiler.close)
+        cleanup.callback(profiler.close)
         if not train(trainer, log, profiler, Stop()):
-            code = say_stopped(trainer)
+            code = print_stopped(trainer)
         elif runtime.is_main:
             finish(trainer, log)
     if code:
@@ -85,7 +84,7 @@ def resume(config: RunConfig, runtime: Runtime) -> Checkpoint | None:
 
 
 def announce(trainer: Trainer, log: RunLog) -> None:
-    """Say what will be trained and from where."""
+    """Print what will be trained and from which step, and log the start."""
     runtime, step, start = trainer.runtime, trainer.state["step"], trainer.announce()
     if step:
         runtime.print(f"resuming at {trainer.STEP} {step} of {trainer.steps}")
@@ -128,8 +127,8 @@ def train(trainer: Trainer, log: RunLog, profiler: Profiler, stop: Stop) -> bool
     return True
 
 
-def say_stopped(trainer: Trainer) -> int:
-    """Say where training stopped. Returns this process's exit code; under torchrun, torchrun has --stopped-code."""
+def print_stopped(trainer: Trainer) -> int:
+    """Print where training stopped. Returns the exit code, 0 under torchrun, which exits with --stopped-code itself."""
     config, runtime, step = trainer.config, trainer.runtime, trainer.state["step"]
     saved = "saved" if step else "before there was anything to save"
     where = f"{trainer.STEP} {step} of {trainer.steps}"
@@ -141,16 +140,16 @@ def say_stopped(trainer: Trainer) -> int:
 
 
 def warn(trainer: Trainer, log: RunLog) -> None:
-    """Say what is wrong with the weights, once in a run for each thing."""
-    if log.enabled and (found := trainer.warnings()):
-        said = {record["about"] for record in log.records("warning", "about")}
-        for about in found.keys() - said:
-            text = f"{trainer.STEP} {trainer.state['step']}: {found[about]}"
+    """Log the trainer's warnings, each once in a run."""
+    if log.enabled and (warnings := trainer.warnings()):
+        logged = {record["about"] for record in log.records("warning", "about")}
+        for about in warnings.keys() - logged:
+            text = f"{trainer.STEP} {trainer.state['step']}: {warnings[about]}"
             log.log("warning", trainer.state["step"], f"warning: {text}", about=about, text=text)
 
 
 def finish(trainer: Trainer, log: RunLog) -> None:
-    """Record the numbers of a finished run, and what it warned of. On rank 0."""
+    """Append the run's numbers and warnings to the results, and log the end. On rank 0."""
     config, (summary, words) = trainer.config, trainer.summary(log)
     summary["warnings"] = [record["text"] for record in log.records("warning", "text")]
     if not is_recorded(trainer, log):
@@ -166,7 +165,7 @@ def finish(trainer: Trainer, log: RunLog) -> None:
 
 
 def is_recorded(trainer: Trainer, log: RunLog) -> bool:
-    """Whether the results have this run's line already: a process was killed between that and the finish record."""
+    """Whether the results have this run's line already, as after a kill between that line and the finish record."""
     config, starts = trainer.config, log.records("start")
     if starts[-1]["step"] < trainer.steps:  # this process has trained
         return False
@@ -178,6 +177,6 @@ def is_recorded(trainer: Trainer, log: RunLog) -> bool:
 
 
 def finish_record(folder: Path, keys: tuple[str, ...], step: int | None = None) -> dict[str, Any] | None:
-    """The record that the finished run in `folder` ends with, if it has all `keys`; step: of the run's length."""
+    """The finish record of the run in `folder` if it has all `keys`, and is of `step` unless that is None."""
     records = read_events(folder / LOG, "finish", *keys)
     return next((record for record in records if step in (None, record["step"])), None)

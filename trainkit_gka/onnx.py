@@ -1,6 +1,6 @@
-"""ONNX files: written by torch's exporter, quantised and run by onnxruntime. All of it needs the extra `onnx`.
+"""ONNX files: written by torch's exporter, quantised and run by onnxruntime. Everything here needs the extra `onnx`.
 
-Opset 20 is the first with a GELU, and what every runtime reads today.
+Opset 20 is the first with a GELU; every current runtime reads it.
 """
 
 import json
@@ -24,16 +24,16 @@ LARGEST_FILE = 1_900_000_000  # bytes of weights: protobuf ends at 2 GiB; beyond
 MODEL, INT8_MODEL = "model.onnx", "model-int8.onnx"
 FILES = (MODEL, f"{MODEL}.data", INT8_MODEL)  # of an exported folder
 LARGEST_ERROR = 1e-3  # relative, of logits in float32
-BROKEN_INT8_ERROR = 0.5  # eight bits cost a few hundredths; half is what nothing but a broken file reaches
+BROKEN_INT8_ERROR = 0.5  # rounding to eight bits costs a few hundredths; only a broken file reaches a half
 
 
 def missing() -> str:
-    """What is not installed and how to install it, in one line; empty if everything is there."""
+    """One line that names the packages that are not installed, and how to install them; empty if none is missing."""
     return extras.missing("onnx", *NEEDED)
 
 
 def require() -> None:
-    """Raises UserError, naming the extra, unless everything is installed."""
+    """Raises UserError, naming the extra, if a package is missing."""
     if reason := missing():
         raise UserError(reason)
 
@@ -48,26 +48,26 @@ def write(
 ) -> None:
     """Write `model`, as traced on `inputs`, to `path`; weights of almost 2 GB and more to `path`.data beside it.
 
-    names: of the inputs and of the outputs. dynamic_shapes: as in torch.export. about: what the file says of itself,
-    JSON texts in its metadata.
+    names: of the inputs and of the outputs. dynamic_shapes: as in torch.export. about: facts about the model, stored as
+    JSON texts in the file's metadata.
     """
     require()
-    chatty = logging.getLogger("onnxscript"), logging.getLogger("torch.onnx")
-    levels = [logger.level for logger in chatty]
-    for logger in chatty:
+    loggers = logging.getLogger("onnxscript"), logging.getLogger("torch.onnx")
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
         logger.setLevel(logging.ERROR)
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # the exporter's, about itself
+            warnings.simplefilter("ignore")  # of the exporter, about its own code
             program = torch.onnx.export(
                 model, inputs, dynamo=True, opset_version=OPSET, input_names=names[0], output_names=names[1],
                 dynamic_shapes=dynamic_shapes, verbose=False,
             )  # fmt: skip
     finally:
-        for logger, level in zip(chatty, levels):
+        for logger, level in zip(loggers, levels):
             logger.setLevel(level)
     program.model.metadata_props.update({key: json.dumps(value) for key, value in about.items()})
-    for node in program.model.graph:  # where in our source each node comes from: longer than the graph itself
+    for node in program.model.graph:  # the source lines of each node: longer than the graph itself
         node.metadata_props.clear()
     path.parent.mkdir(parents=True, exist_ok=True)
     if sum(tensor.nbytes for tensor in model.state_dict().values()) > LARGEST_FILE:
@@ -78,7 +78,7 @@ def write(
 
 
 def quantise(path: Path, out: Path) -> None:
-    """Write the model at `path` with matrices in int8, one scale for each column, and activations rounded as they come.
+    """Write the model at `path` with matrices in int8, one scale per column, and activations quantised at run time.
 
     Products of two activations, such as attention's, stay float32.
     """
@@ -90,24 +90,26 @@ def quantise(path: Path, out: Path) -> None:
     del model.graph.value_info[:]  # the exporter's shapes contradict those of the quantised graph
     root = logging.getLogger()
     level = root.level
-    root.setLevel(logging.ERROR)  # it advises a preparation that the exporter has made
+    root.setLevel(logging.ERROR)  # the quantiser advises a preparation that the exporter has made
     try:
         with atomic(out) as temporary:
-            others = {"DefaultTensorType": onnx.TensorProto.FLOAT}  # of what operators beyond the standard give
-            quantize_dynamic(model, str(temporary), per_channel=True, weight_type=QuantType.QInt8, extra_options=others)
+            options = {"DefaultTensorType": onnx.TensorProto.FLOAT}  # the output type of operators beyond the standard
+            quantize_dynamic(
+                model, str(temporary), per_channel=True, weight_type=QuantType.QInt8, extra_options=options
+            )
     finally:
         root.setLevel(level)
 
 
 def session(path: Path, threads: int = 0):
-    """An onnxruntime session on the CPU; threads 0 is onnxruntime's own choice, a thread for each core."""
+    """An onnxruntime session on the CPU; threads 0 = onnxruntime's default, one for each core."""
     require()
     import onnxruntime
 
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = threads
     options.log_severity_level = 3  # errors
-    # Threads that wait for work would else take a core from what runs between two calls.
+    # Without it, threads that wait for work take a core from the code between two calls.
     options.add_session_config_entry("session.force_spinning_stop", "1")
     return onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
 
@@ -119,14 +121,14 @@ def run(session, *inputs: torch.Tensor | np.ndarray) -> list[torch.Tensor]:
 
 
 def check(path: Path, expected: torch.Tensor, *inputs: torch.Tensor) -> float:
-    """The relative error of the file's first output for `inputs`, beside what the model gives.
+    """The relative error of the file's first output for `inputs` against `expected`, the model's output.
 
     Raises UserError if it is LARGEST_ERROR or more, BROKEN_INT8_ERROR for INT8_MODEL; the file is deleted then.
     """
     largest = BROKEN_INT8_ERROR if path.name == INT8_MODEL else LARGEST_ERROR
     try:
-        given = run(session(path), *inputs)[0]
-        error = ((given - expected).norm() / expected.norm()).item()
+        output = run(session(path), *inputs)[0]
+        error = ((output - expected).norm() / expected.norm()).item()
         if not error < largest:
             raise UserError(f"{path} differed from the model by {error:.1e}, relative, and was deleted")
     except BaseException:
@@ -137,9 +139,9 @@ def check(path: Path, expected: torch.Tensor, *inputs: torch.Tensor) -> float:
 
 
 def about(session) -> dict[str, Any]:
-    """What `write` was told about the model."""
+    """The facts about the model that `write` stored."""
     texts = session.get_modelmeta().custom_metadata_map
-    return {key: json.loads(text) for key, text in texts.items() if not key.startswith("onnx.")}  # the quantiser's
+    return {key: json.loads(text) for key, text in texts.items() if not key.startswith("onnx.")}  # not the quantiser's
 
 
 def size_mb(paths: Iterable[Path]) -> str:

@@ -1,4 +1,4 @@
-"""What --dry-run shows: the settings of a training, and what it would take in steps, disk and hours."""
+"""--dry-run: prints the settings of a training, and its steps, disk space and hours."""
 
 import json
 import shutil
@@ -19,7 +19,7 @@ UTILISATION = 0.4  # of a GPU's peak, where no run says how fast it is
 
 
 def show_plan(trainer: Trainer) -> None:
-    """Print the plan on rank 0. A collective: optimisers gather their state to be measured."""
+    """Print the plan on rank 0. A collective: optimisers gather their state to measure it."""
     sizes = checkpoint_sizes(trainer)
     if not trainer.runtime.is_main:
         return
@@ -32,20 +32,21 @@ def show_plan(trainer: Trainer) -> None:
 
 def checkpoint_sizes(trainer: Trainer) -> dict[str, int]:
     """The bytes of a checkpoint on disk: of each file of tensors, and of its other files together. A collective."""
-    kept = trainer.kept()
-    if not kept.tensors.get("optimizer", True):  # torch's AdamW makes its state at the first step
+    contents = trainer.contents()
+    if not contents.tensors.get("optimizer", True):  # torch's AdamW makes its state at the first step
         step, parameters = torch.zeros(()), dict(trainer.model.named_parameters())
         state = [("step", lambda _: step), ("exp_avg", lambda weight: weight), ("exp_avg_sq", lambda weight: weight)]
-        kept.tensors["optimizer"] = {
+        contents.tensors["optimizer"] = {
             f"{key}/{name}": of(weight) for key, of in state for name, weight in parameters.items()
         }
-    about = {"train_config": trainer.config.identity(), "progress": trainer.state, **kept.about}
-    others = len(json.dumps(about, indent=1, default=str)) + sum(path.stat().st_size for path in kept.files.values())
-    return {**{name: file_bytes(group) for name, group in kept.tensors.items()}, "other files": others}
+    about = {"train_config": trainer.config.identity(), "progress": trainer.state, **contents.about}
+    other_files = sum(path.stat().st_size for path in contents.files.values())
+    other_files += len(json.dumps(about, indent=1, default=str))
+    return {**{name: file_bytes(group) for name, group in contents.tensors.items()}, "other files": other_files}
 
 
 def plan(trainer: Trainer, sizes: dict[str, int]) -> dict[str, Any]:
-    """What the training would take. sizes: as `checkpoint_sizes` gives them."""
+    """The lines of the plan, by name. sizes: from `checkpoint_sizes`."""
     config, runtime, (unit, per_step, flops) = trainer.config, trainer.runtime, trainer.work()
     steps, size = trainer.steps - trainer.state["step"], sum(sizes.values())
     seen = f"{steps * per_step:,} {unit}, {per_step:,} a step"
@@ -63,17 +64,17 @@ def plan(trainer: Trainer, sizes: dict[str, int]) -> dict[str, Any]:
 
 
 def disk(trainer: Trainer, sizes: dict[str, int]) -> str:
-    """What --keep keeps, what is there while another checkpoint is written, and whether the disk has room for it."""
+    """The bytes of the checkpoints that stay, the most while another one is written, and whether the disk has room."""
     config, size = trainer.config, sum(sizes.values())
-    kept, words = config.keep * size, f"--keep {config.keep}"
+    total, words = config.keep * size, f"--keep {config.keep}"
     if trainer.NOT_IN_BEST is not None:
-        kept += sum(part for name, part in sizes.items() if name not in trainer.NOT_IN_BEST)
+        total += sum(part for name, part in sizes.items() if name not in trainer.NOT_IN_BEST)
         words += " and the best weights"
-    out, most = config.out.absolute(), kept + size  # an old one goes when a new one is complete
+    out, most = config.out.absolute(), total + size  # an old one goes when a new one is complete
     free = shutil.disk_usage(next(folder for folder in (out, *out.parents) if folder.exists())).free
     there = sum(path.stat().st_size for path in config.folder.glob("*/step_*/*.safetensors"))  # of this run already
     short = "" if most <= free + there else "; that is too little: free some, or lower --keep"
-    return f"{kept:,} bytes for {words}, {gigabytes(most)} while one is written, {gigabytes(free)} free{short}"
+    return f"{total:,} bytes for {words}, {gigabytes(most)} while one is written, {gigabytes(free)} free{short}"
 
 
 def gigabytes(size: int) -> str:
@@ -82,8 +83,9 @@ def gigabytes(size: int) -> str:
 
 
 def hours(trainer: Trainer, amount: int, unit: str, flops: float | None) -> str:
-    """How long `amount` of tokens or images takes, and from which speed that is estimated."""
-    for speed, source in measured(trainer, f"{unit}_per_second"):
+    """The hours for `amount` tokens or images, and the source of that estimate."""
+    if measurement := next(measured(trainer, f"{unit}_per_second"), None):
+        speed, source = measurement
         return f"{amount / speed / 3600:,.2f}, an estimate from {source}: {speed:,.5g} {unit}/s"
     device, peak = describe_hardware(trainer.runtime.device), peak_flops(trainer.runtime.device)
     if not peak or not flops:
@@ -98,7 +100,7 @@ def hours(trainer: Trainer, amount: int, unit: str, flops: float | None) -> str:
 
 
 def measured(trainer: Trainer, name: str) -> Iterator[tuple[float, str]]:
-    """Speeds of this hardware and number of processes, and where they are from: this run's own, then finished ones'."""
+    """Speeds of this hardware and number of processes with their sources: this run, then finished runs of its size."""
     config, ranks, hardware = trainer.config, trainer.runtime.world_size, describe_hardware(trainer.runtime.device)
     *_, start = [{}, *read_events(config.folder / LOG, "start", "world_size", "hardware")]
     *_, last = [{}, *read_events(config.folder / LOG, "train", name)]

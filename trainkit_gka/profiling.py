@@ -1,4 +1,4 @@
-"""`--profile 10-15`: what the device and the CPU do in these steps, by torch.profiler, as a file of Chrome's format."""
+"""`--profile 10-15`: a trace of these steps on CPU and GPU by torch.profiler, in the format of Chrome."""
 
 import contextlib
 import os
@@ -13,7 +13,7 @@ from trainkit_gka.trainer import Trainer
 
 
 def steps_of(text: str) -> range:
-    """The steps that --profile names, counted from 1: "10-15" is six, "10" is one, "" none. Raises UserError."""
+    """The steps of --profile, counted from 1: "10-15" is six steps, "10" one, "" none. Raises UserError."""
     if not text:
         return range(0)
     match = re.fullmatch(r"(\d+)(?:-(\d+))?", text, re.ASCII)
@@ -26,24 +26,24 @@ def steps_of(text: str) -> range:
 
 
 class Profiler:
-    """Records the steps of a run that --profile names, on rank 0, and what is done between them, such as a save.
+    """Records the steps of --profile on rank 0, and what happens between them, such as a save.
 
     Raises UserError for steps that the run does not have.
     """
 
     def __init__(self, trainer: Trainer):
         self.word, self.folder, self.runtime = trainer.STEP, trainer.folder, trainer.runtime
-        asked, done = trainer.config.profile, trainer.state["step"]
-        self.steps = steps_of(asked)
+        flag, done = trainer.config.profile, trainer.state["step"]
+        self.steps = steps_of(flag)
         if self.steps and self.steps[-1] > trainer.steps:
-            raise UserError(f"--profile {asked}: the run has {trainer.steps} {self.word}s")
+            raise UserError(f"--profile {flag}: the run has {trainer.steps} {self.word}s")
         if self.steps and self.steps[-1] <= done:
-            self.runtime.print(f"--profile {asked}: nothing to record, {self.word} {done} is done already")
+            self.runtime.print(f"--profile {flag}: nothing to record, {self.word} {done} is done already")
         self.recorded: list[int] = []
         self.profile: torch.profiler.profile | None = None
 
     def step(self, number: int) -> AbstractContextManager:
-        """The context of a step; nothing is done in it for one that is not recorded."""
+        """The context in which step `number` runs; it records the step if --profile names it."""
         return self._recording(number) if number in self.steps and self.runtime.is_main else contextlib.nullcontext()
 
     @contextmanager
@@ -59,7 +59,7 @@ class Profiler:
             self.close()
 
     def close(self) -> None:
-        """Write what is recorded and say where it is, if that is not done yet."""
+        """Write the trace and print its path, unless that is done already."""
         profile, self.profile = self.profile, None
         if profile is None:
             return

@@ -1,4 +1,4 @@
-"""What a run reports, on rank 0: a live progress bar, JSON lines on disk, and its charts if asked for."""
+"""Reports of a run, on rank 0: a progress bar, JSON lines on disk, and charts in Weights & Biases or TensorBoard."""
 
 import json
 import math
@@ -29,9 +29,9 @@ console = Console(stderr=False, soft_wrap=True)
 
 
 def progress_bar(on: Console = console, **kwargs) -> Progress:
-    """A rich progress bar: description, count, elapsed and remaining time, and a free `status` field.
+    """A rich progress bar: description, count, elapsed and remaining time, and the field `status`.
 
-    It shows nothing where there is no terminal, and on ranks other than 0.
+    Invisible without a terminal, and on ranks other than 0.
     """
     return Progress(
         SpinnerColumn(),
@@ -49,12 +49,12 @@ def progress_bar(on: Console = console, **kwargs) -> Progress:
 
 
 class RunLog:
-    """`log(event, step, **values)`: one JSON line, the charts if there are some, and a printed line when asked for.
+    """`log(event, step, **values)` writes one JSON line, and optionally charts and a printed line.
 
-    path: the .jsonl file, appended to. resume_step: lines of later steps (which will run again) are dropped first, so
-    the file reads as one run. wandb_mode: "disabled", "offline" or "online"; wandb is imported only for the latter two,
-    and no account is needed for "offline". tensorboard: whether the same numbers go to the folder tensorboard beside
-    `path`. enabled: False on the other ranks, whose log does nothing.
+    path: the .jsonl file, appended to. resume_step: lines of later steps, which will run again, are deleted first, so
+    that the file reads as one run. wandb_mode: "disabled", "offline" (which needs no account) or "online".
+    tensorboard: whether the numbers also go to the folder tensorboard beside `path`. enabled: False on the other ranks,
+    whose log does nothing.
     """
 
     def __init__(
@@ -73,9 +73,9 @@ class RunLog:
             return
         path.parent.mkdir(parents=True, exist_ok=True)
         # A checkpoint is written after its step's lines; at step 0 everything runs again.
-        kept = [line for line in read_events(path) if resume_step and line["step"] <= resume_step]
+        lines = [line for line in read_events(path) if resume_step and line["step"] <= resume_step]
         with atomic(path) as temporary:
-            temporary.write_text("".join(json.dumps(line) + "\n" for line in kept))
+            temporary.write_text("".join(json.dumps(line) + "\n" for line in lines))
         self.file = open(path, "a", buffering=1)  # noqa: SIM115 (lives as long as the run)
         if wandb_mode != "disabled":
             self.wandb = _start_wandb(wandb_mode, name, config or {}, path.parent)
@@ -85,7 +85,7 @@ class RunLog:
     def log(self, event: str, step: int, show: str | None = None, chart: bool = True, **values) -> None:
         """Record `values` at `step`, and print the line `show`.
 
-        chart: whether the charts get the values too; they keep one value of a name for a step.
+        chart: whether the charts, which hold one value of a name per step, get the values too.
         """
         if not self.enabled:
             return
@@ -98,20 +98,20 @@ class RunLog:
             if self.tensorboard:
                 for name, value in numbers.items():
                     self.tensorboard.add_scalar(name, value, step)
-                self.tensorboard.flush()  # a run that is killed has what its checkpoint has
+                self.tensorboard.flush()  # so that a killed run's charts reach its checkpoint
         if show:
             console.print(show, highlight=False, markup=False)
 
     def records(self, event: str, *keys: str) -> list[dict[str, Any]]:
-        """Every record of `event` that has all `keys`, also from the processes that this one continues."""
+        """All records of `event` that have all `keys`, including those of processes before a resume."""
         return read_events(self.path, event, *keys)
 
     def has(self, event: str, step: int, *keys: str) -> bool:
-        """Whether there is such a record of this step."""
+        """Whether `records` has one of this step."""
         return any(record["step"] == step for record in self.records(event, *keys))
 
     def close(self) -> None:
-        """Flush everything. Closing twice is fine."""
+        """Flush and close everything. May be called twice."""
         if not self.enabled:
             return
         self.file.close()
@@ -131,7 +131,7 @@ def finite(value: Any) -> Any:
 
 
 def _scalars(values: dict[str, Any]):
-    """(name, number) pairs for a chart. Nested dicts are spelled out, lists become their mean, minimum and maximum."""
+    """(name, number) pairs for a chart: nested dicts as outer/inner, lists as their mean, minimum and maximum."""
     for name, value in values.items():
         if isinstance(value, dict):
             yield from ((f"{name}/{inner}", number) for inner, number in _scalars(value))
@@ -144,7 +144,7 @@ def _scalars(values: dict[str, Any]):
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """The records of a JSON-lines file. Other lines, such as a last one that a kill cut short, are left out."""
+    """The records of a JSON-lines file. Other lines, such as a last one cut short by a kill, are skipped."""
     if not Path(path).exists():
         return []
     records = []
@@ -161,29 +161,29 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 def read_events(path: Path, event: str = "", *keys: str) -> list[dict[str, Any]]:
     """The records of a run's log that have a step, are of `event` ("" = any) and have all `keys`.
 
-    Other lines (written by hand, by another version, or cut short) are left out: what they record counts as not done.
+    Other lines (written by hand, by another version, or cut short) are skipped, as if their event had not happened.
     """
     lines = [line for line in read_lines(path) if isinstance(line.get("event"), str) and type(line.get("step")) is int]
     return [line for line in lines if event in ("", line["event"]) and line.keys() >= set(keys)]
 
 
 class Pace:
-    """How long the steps that are left will take, from the time that steps took so far, evaluations included.
+    """Estimates the time of the remaining steps from the time per step so far, evaluations included.
 
-    The first `skip` steps of this process are left out because they compile and fill caches.
+    The first `skip` steps of this process do not count: they compile and fill caches.
     """
 
     def __init__(self, skip: int, clock: Callable[[], float] = time.perf_counter):
         self.skip, self.clock, self.steps, self.began = skip, clock, 0, 0.0
 
     def step(self) -> None:
-        """Count a step that is done."""
+        """Count a finished step."""
         self.steps += 1
         if self.steps == self.skip:
             self.began = self.clock()
 
     def seconds_for(self, steps: int) -> float | None:
-        """Seconds that `steps` more will take; None before anything is timed."""
+        """Seconds for `steps` more steps; None before any step is timed."""
         timed = self.steps - self.skip
         return steps * (self.clock() - self.began) / timed if timed > 0 else None
 
@@ -195,12 +195,12 @@ def clock_text(seconds: float) -> str:
 
 
 def rate(value: float | None, unit: str) -> str:
-    """A speed in words, such as "1,234 img/s"; empty if it was not measured (None)."""
+    """A speed as text, such as "1,234 img/s"; empty for None."""
     return "" if value is None else f"{value:,.0f} {unit}" if value >= 9.95 else f"{value:.2g} {unit}"
 
 
 def _start_tensorboard(folder: Path, resume_step: int):
-    """A writer into `folder`. TensorBoard drops what a process that was killed wrote after step `resume_step`."""
+    """A writer into `folder`. TensorBoard drops what a killed process wrote after step `resume_step`."""
     if reason := extras.missing("tensorboard", "tensorboard"):
         raise UserError(f"--tensorboard: {reason}, or leave the flag out")
     from torch.utils.tensorboard import SummaryWriter
@@ -209,9 +209,9 @@ def _start_tensorboard(folder: Path, resume_step: int):
 
 
 def _start_wandb(mode: str, name: str, config: dict[str, Any], folder: Path):
-    """Start a wandb run without asking the user, or go on with the one whose id is in the run's `folder`.
+    """Start a wandb run without a prompt, or continue the one whose id is in the run's `folder`.
 
-    "online" without a key is a UserError. WANDB_RUN_ID and WANDB_RESUME count, as everywhere in wandb.
+    WANDB_RUN_ID, WANDB_PROJECT and WANDB_RESUME have precedence. Raises UserError for "online" without a key.
     """
     if reason := extras.missing("wandb", "wandb"):
         raise UserError(f"--wandb {mode}: {reason}, or leave --wandb disabled")
@@ -223,13 +223,13 @@ def _start_wandb(mode: str, name: str, config: dict[str, Any], folder: Path):
                 "--wandb online needs the key of an account: set WANDB_API_KEY, or run wandb login once; "
                 "--wandb offline needs none"
             )
-        kept = folder / "wandb_id"
-        run_id = os.environ.get("WANDB_RUN_ID") or (kept.read_text().strip() if kept.exists() else secrets.token_hex(4))
+        file = folder / "wandb_id"
+        run_id = os.environ.get("WANDB_RUN_ID") or (file.read_text().strip() if file.exists() else secrets.token_hex(4))
         project, resume = os.environ.get("WANDB_PROJECT", "gka"), os.environ.get("WANDB_RESUME", "allow")
         run = wandb.init(
             project=project, name=name, mode=mode, config=config, dir=str(folder), id=run_id, resume=resume
         )
-        with atomic(kept) as temporary:
+        with atomic(file) as temporary:
             temporary.write_text(f"{run_id}\n")
         return run
     except wandb.errors.Error as error:

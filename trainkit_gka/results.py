@@ -1,4 +1,4 @@
-"""Numbers live in files: every finished run appends one JSON line that says what was run, where, and what came out."""
+"""Result files: every finished run appends one JSON line with its settings, machine and numbers."""
 
 import functools
 import importlib.metadata
@@ -19,7 +19,7 @@ from trainkit_gka.cli import command_line
 from trainkit_gka.progress import finite, read_lines
 
 PROJECT = Path(__file__).resolve().parents[1]
-CODE = ("py", "cpp", "h")  # endings of files that decide what is computed
+CODE = ("py", "cpp", "h")  # endings of the files whose change marks the commit with +
 CPUINFO = Path("/proc/cpuinfo")
 
 
@@ -33,22 +33,21 @@ def processor_name(cpuinfo: str) -> str:
 
 
 def describe_hardware(device: torch.device) -> str:
-    """The GPU's name; or the processor's, with the number of threads that PyTorch uses.
+    """The name of the GPU; or of the processor, with the number of threads that PyTorch uses.
 
-    A processor whose name has no number, as virtual machines give it, has its family and model added. Instructions to
-    which ATEN_CPU_CAPABILITY holds PyTorch are named: with them it is another machine.
+    The instructions to which ATEN_CPU_CAPABILITY limits PyTorch are added: they make it another machine.
     """
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     model = processor_name(CPUINFO.read_text() if CPUINFO.exists() else "")
-    if held_to := os.environ.get("ATEN_CPU_CAPABILITY"):
-        model += f" held to {held_to.upper()}"
+    if limit := os.environ.get("ATEN_CPU_CAPABILITY"):
+        model += f" held to {limit.upper()}"
     threads = torch.get_num_threads()
     return f"{model}, {threads} thread{'s' if threads > 1 else ''}"
 
 
 def hardware_of(record: dict[str, Any]) -> str:
-    """The hardware of a record, in words. Older records count "1 threads"."""
+    """The hardware of a record, as `describe_hardware` names it. Older records have "1 threads"."""
     return re.sub(r"\b1 threads$", "1 thread", str(record.get("hardware")))
 
 
@@ -58,10 +57,7 @@ def is_processor(hardware: str) -> bool:
 
 
 def peak_memory(device: torch.device) -> float:
-    """The most memory, in MiB, that this process has held at once so far.
-
-    The GPU's, by torch's count, or on a CPU the machine's (resident set size).
-    """
+    """Peak memory of this process in MiB: torch's count on a GPU, the resident set size on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**20
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -70,9 +66,9 @@ def peak_memory(device: torch.device) -> float:
 
 @functools.cache
 def git_commit() -> str:
-    """The short commit of the code, with + if the tree was changed; outside a checkout the version of the package.
+    """The short commit of the code, with + if code was changed; outside a checkout the version of the package.
 
-    As it was when it was first asked for: the code of a long run may have another commit at its end.
+    Cached at the first call: the checkout may have another commit at the end of a long run.
     """
     if not (PROJECT / ".git").exists():  # installed: a repository around it is another project's
         return f"gka {importlib.metadata.version('gka')}, installed"
@@ -87,22 +83,19 @@ def git_commit() -> str:
 
 
 def date_of(seconds: float | None = None) -> str:
-    """A time of `time.time()`, None for now, as records date it: to the minute, UTC."""
+    """A time of `time.time()` (None = now) as the date of a record: UTC, to the minute."""
     return time.strftime("%Y-%m-%d %H:%M", time.gmtime(seconds))
 
 
 def check_appendable(path: Path) -> None:
-    """Raises OSError now, not when there is something to append, if `path` cannot be appended to."""
+    """Raises OSError if `path` cannot be appended to; for a check before a long run."""
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     with open(path, "a"):
         pass
 
 
 def read_results(path: Path, *keys: str) -> list[dict[str, Any]]:
-    """The records of a file that `append_result` wrote whose metrics have all `keys`.
-
-    Other lines (written by hand, cut short) are left out.
-    """
+    """The records that `append_result` wrote to `path` whose metrics have all `keys`; other lines are skipped."""
     lines = read_lines(path)
     lines = [line for line in lines if isinstance(line.get("config"), dict) and isinstance(line.get("metrics"), dict)]
     return [line for line in lines if line["metrics"].keys() >= set(keys)]
@@ -128,12 +121,12 @@ def append_result(
 
 
 def append_line(path: Path, record: dict[str, Any]) -> None:
-    """Append a record to the JSON-lines file `path`, also after a line that was cut short."""
+    """Append a record to the JSON-lines file `path`. A line before it that was cut short is ended."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(path, "a+b") as file:
         if file.tell():
             file.seek(-1, os.SEEK_END)
-            if file.read() != b"\n":  # the last line was cut short; it ends here
+            if file.read() != b"\n":
                 file.write(b"\n")
         file.write((json.dumps(finite(record), default=str) + "\n").encode())

@@ -1,4 +1,4 @@
-"""The flags that every trainer has, and what makes a run the same run when it is continued."""
+"""The flags that every trainer has, and the check that a continued run has the settings of the run it continues."""
 
 import json
 from dataclasses import asdict, dataclass, fields, replace
@@ -10,10 +10,10 @@ from trainkit_gka.cli import MAY_CHANGE, Bounds, Count, CountOrOff, Group, MayCh
 
 @dataclass(frozen=True)
 class RunConfig:
-    """The base of a trainer's flags. A run lives in the folder OUT/TAG; continuing it takes the same settings.
+    """The base of a trainer's flags. A run is in the folder OUT/TAG; continuing it takes the same settings.
 
-    The type of a field that a continued run may change is `MayChange[...]`: it decides speed, reports or where files
-    are, not what is computed.
+    A continued run may change fields of type `MayChange[...]`: speed, reports and paths, which do not change the
+    weights.
     """
 
     out: MayChange[Path] = Path("out/runs")
@@ -58,43 +58,43 @@ class RunConfig:
         return self.out / self.tag
 
     def identity(self) -> dict[str, Any]:
-        """The settings that decide what is computed, as JSON holds them; a continued run must have the same."""
+        """The settings that a continued run must share, those that decide the weights, as JSON holds them."""
         hints = get_type_hints(type(self), include_extras=True)
         changeable = {name for name, hint in hints.items() if MAY_CHANGE in getattr(hint, "__metadata__", ())}
         return _as_json({name: value for name, value in asdict(self).items() if name not in changeable})
 
     def record(self) -> dict[str, Any]:
-        """The settings as a line of the results states them."""
+        """The settings for a line of the results."""
         return {**self.identity(), "model_tag": self.tag}
 
     def check(self) -> None:
-        """Raises UserError for values that make no sense together; `trainkit_gka.cli` has checked each one's bounds."""
+        """Raises UserError for values that contradict each other; `trainkit_gka.cli` has checked their bounds."""
         if not self.tag or "/" in self.tag or self.tag.startswith("."):
             raise UserError(f"--model-tag must be a plain folder name, got {self.tag!r}")
 
     @classmethod
     def defaults(cls) -> dict[str, Any]:
-        """Of all flags, as an identity has them: what a run had of a flag that is younger."""
+        """The defaults of all flags, as JSON holds them."""
         return _as_json({field.name: field.default for field in fields(cls)})
 
     def check_continues(self, saved: dict[str, Any]) -> None:
-        """Raises UserError that names the first flag whose value differs from the run's, whose identity is `saved`.
+        """Raises UserError that names the first flag whose value differs from `saved`, the identity of the run.
 
-        A flag that is younger than the run had its default there. One that only the run has is refused.
+        A flag added after the run began counts as its default; a saved flag that no longer exists is an error.
         """
         defaults = self.defaults()
         if unknown := sorted(saved.keys() - defaults.keys()):
-            given = f"{flag_of(unknown[0])} {_shown(saved[unknown[0]])}"
-            raise UserError(f"the run in {self.folder} has {given}, which this trainer does not know")
+            setting = f"{flag_of(unknown[0])} {_as_text(saved[unknown[0]])}"
+            raise UserError(f"the run in {self.folder} has {setting}, which this trainer does not know")
         for name, value in self.identity().items():
             had = saved.get(name, defaults[name])
             if had != value:
                 tag = "" if replace(self, **{name: had}).tag == self.tag else f" with --model-tag {self.tag}"
-                differs = f"{flag_of(name)} is {_shown(value)} but the run in {self.folder} has {_shown(had)}"
+                differs = f"{flag_of(name)} is {_as_text(value)} but the run in {self.folder} has {_as_text(had)}"
                 raise UserError(f"{differs}; use its value{tag}, or another --model-tag")
 
 
-def _shown(value: Any) -> Any:
+def _as_text(value: Any) -> Any:
     return "none" if value in ("", None) else value
 
 

@@ -1,7 +1,7 @@
-"""What ends a command from outside: SIGTERM, a closed terminal (SIGHUP), and output that nobody can read any more.
+"""Ends of a command from outside: SIGTERM, a closed terminal (SIGHUP), and output that nobody reads any more.
 
-A command ends at once with `Stopped`. A training loop and a command that has started others set handlers of their own,
-to save first or to pass the signal on.
+A command ends at once with `Stopped`. Training loops, and commands that have started other processes, set handlers that
+save first or pass the signal on.
 """
 
 import contextlib
@@ -17,11 +17,11 @@ from types import FrameType
 
 ENDING = (signal.SIGTERM, signal.SIGHUP)
 GRACE = 5.0  # seconds that a command has to end by itself
-UNHEARD = {errno.EIO}  # errors of output that go unnoticed; EIO: the terminal is gone
+LOST_OUTPUT = {errno.EIO}  # errors of printing that are ignored; EIO: the terminal is gone
 
 
 class Stopped(SystemExit):
-    """A signal asks this process to end; `number` says which. Its exit code is a shell's, 128 + number."""
+    """Raised by signal `number` that ends this process. The exit code is a shell's, 128 + number."""
 
     def __init__(self, number: int):
         super().__init__(128 + number)
@@ -38,7 +38,7 @@ def ending() -> list[signal.Signals]:
 
 @contextlib.contextmanager
 def handled(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
-    """Within the block `handler` gets the signals that end a command. Other threads than the main one get none."""
+    """Set `handler` for the signals that end a command within the block; in threads but the main one do nothing."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -52,9 +52,9 @@ def handled(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def passed_on(processes: Callable[[], Iterable]) -> Iterator[None]:
-    """Within the block the first signal goes on to `processes()`, of subprocess.Popen, and then raises Stopped.
+    """Within the block the first signal is sent to `processes()`, subprocess.Popen objects, and raises Stopped.
 
-    Whoever started them waits for them then: they may save first.
+    The caller waits for them then: they may save first.
     """
     received: list[int] = []
 
@@ -69,70 +69,64 @@ def passed_on(processes: Callable[[], Iterable]) -> Iterator[None]:
         yield
 
 
-class _Watch:
-    """The handler of `at_once`: the first signal raises Stopped; the process ends if that does not end it in time."""
-
-    def __init__(self) -> None:
-        self.heard: int | None = None
-        self.reader, self.writer = os.pipe()
-        os.set_blocking(self.writer, False)
-
-    def __call__(self, number: int, frame: FrameType | None) -> None:
-        if self.heard is None:
-            self.heard = number
-            raise Stopped(number)
-
-    def run(self) -> None:
-        while received := os.read(self.reader, 1):  # at the signal itself, before Python runs its handler
-            if signal.getsignal(received[0]) is self:
-                time.sleep(GRACE)
-                if signal.getsignal(received[0]) is self:
-                    say(Stopped(received[0]))
-                    os._exit(128 + received[0])
-        os.close(self.reader)
-
-
 @contextlib.contextmanager
 def at_once() -> Iterator[None]:
     """Within the block a signal that ends a command raises Stopped in the main thread.
 
-    Where that is in a library's call that takes long, or waits for another process, the process ends after GRACE
-    seconds; what a library makes an error of its own of is Stopped again. Handlers that are set inside take the place
-    of this.
+    After GRACE seconds the process ends in any case: the main thread may be in a library's call that takes long, or
+    that waits for another process. Stopped replaces an error that a library made of it. Handlers set inside the block
+    replace this one.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    watch = _Watch()
-    wakeup = signal.set_wakeup_fd(watch.writer, warn_on_full_buffer=False)
-    threading.Thread(target=watch.run, daemon=True).start()
+    received: list[int] = []
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        if not received:
+            received.append(number)
+            raise Stopped(number)
+
+    def watch() -> None:
+        while number := os.read(reader, 1):  # written at the signal itself, before Python runs its handler
+            if signal.getsignal(number[0]) is stop:
+                time.sleep(GRACE)
+                if signal.getsignal(number[0]) is stop:
+                    say(Stopped(number[0]))
+                    os._exit(128 + number[0])
+        os.close(reader)
+
+    wakeup = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+    threading.Thread(target=watch, daemon=True).start()
     try:
-        with handled(watch):
+        with handled(stop):
             yield
     except Exception as error:
-        if watch.heard is None:
+        if not received:
             raise
-        raise Stopped(watch.heard) from error
+        raise Stopped(received[0]) from error
     finally:
         signal.set_wakeup_fd(wakeup)
-        os.close(watch.writer)
+        os.close(writer)
 
 
 def say(stopped: Stopped) -> None:
-    """Print the line of a stopped command, once for all of its processes."""
+    """Print the line of a stopped command, on rank 0."""
     if os.environ.get("RANK", "0") == "0":
         with contextlib.suppress(OSError):
             print(stopped, file=sys.stderr, flush=True)
 
 
 class _Output(io.FileIO):
-    """Standard output or error, which becomes nothing when it cannot be heard."""
+    """Standard output or error; it becomes the null device when nothing reads it any more."""
 
     def write(self, data) -> int:
         try:
             return super().write(data)
         except OSError as error:
-            if error.errno not in UNHEARD:
+            if error.errno not in LOST_OUTPUT:
                 raise
             nothing = os.open(os.devnull, os.O_WRONLY)
             os.dup2(nothing, self.fileno())
@@ -141,18 +135,18 @@ class _Output(io.FileIO):
 
 
 def keep_output() -> None:
-    """Have printing go on when the terminal is gone. Streams that are not this process's own stay as they are."""
+    """Let printing go on when the terminal is gone. Streams that replace standard output and error stay as they are."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if stream is None or stream is not getattr(sys, f"__{name}__"):
             continue
         stream.flush()
         raw = _Output(stream.fileno(), "w", closefd=False)
-        kept = {key: getattr(stream, key) for key in ("encoding", "errors", "line_buffering", "write_through")}
-        # Python itself has no buffer where output is to be unbuffered.
-        setattr(sys, name, io.TextIOWrapper(raw if stream.write_through else io.BufferedWriter(raw), **kept))
+        options = {key: getattr(stream, key) for key in ("encoding", "errors", "line_buffering", "write_through")}
+        buffer = raw if stream.write_through else io.BufferedWriter(raw)  # as Python does for unbuffered output
+        setattr(sys, name, io.TextIOWrapper(buffer, **options))
 
 
 def outlive_readers() -> None:
-    """Have printing go on, too, when whoever read a pipe has left: work that takes hours does not end with `tee`."""
-    UNHEARD.add(errno.EPIPE)
+    """Let printing go on, too, when the reader of a pipe has ended: training does not end with its `tee`."""
+    LOST_OUTPUT.add(errno.EPIPE)

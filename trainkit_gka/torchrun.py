@@ -1,10 +1,10 @@
-"""torchrun, so that a mistake ends with its one line and exit code, and restarted processes do not hang.
+"""torchrun, but a mistake ends with its message and exit code alone, and restarted processes do not hang.
 
     python -m trainkit_gka.torchrun --standalone --nproc-per-node 7 -m -- nanochat_gka.train --data PACKED
 
-The flags are torchrun's; the dashes keep it from taking our --run for its --run-path. torchrun alone runs the same,
-but shows a traceback of its own after any error and exits with 1, takes a signal under nohup, or a second one while
-processes still save, and hangs where the machine's own name does not resolve.
+The flags are torchrun's; the dashes keep it from taking our --run for its --run-path. torchrun itself runs the same
+commands, but prints a traceback after any error and exits with 1, ends at SIGHUP under nohup and at a second signal
+while processes still save, and hangs where the machine's name does not resolve.
 """
 
 import json
@@ -27,20 +27,19 @@ STOPPED = {code for number in signals.ENDING for code in (-number, 128 + number)
 
 
 def on_one_machine(words: Sequence[str]) -> list[str]:
-    """`words`, with which --standalone meets at the loopback address: the machine's own name may not resolve."""
+    """torchrun's flags, with the loopback address for --standalone: the machine's name may not resolve."""
     if "--standalone" not in words:
         return [*words]
     if "GLOO_SOCKET_IFNAME" not in os.environ and LOOPBACK in (name for _, name in socket.if_nameindex()):
         os.environ["GLOO_SOCKET_IFNAME"] = LOOPBACK
-    before = words.index("--standalone") + 1  # what is given later counts
+    before = words.index("--standalone") + 1  # a later --local-addr counts
     return [*words[:before], "--local-addr", "127.0.0.1", *words[before:]]
 
 
 def main(words: Sequence[str]) -> int:
-    """Run torchrun with `words`. Returns the exit code: that of the command.
+    """Run torchrun with `words`. Returns the command's exit code.
 
-    After a signal it is what the command left when all was saved, 0 unless it has --stopped-code, or 128 + the
-    signal's number.
+    After a signal that is --stopped-code (default 0) if training saved, else 128 + the signal's number.
     """
     for name, value in SETTINGS.items():
         os.environ.setdefault(name, value)
@@ -50,13 +49,13 @@ def main(words: Sequence[str]) -> int:
     from torch.distributed.elastic.multiprocessing import api
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-    heard = signals.ending()
+    ending = signals.ending()
 
     def terminate(number: int, frame: FrameType | None) -> None:
-        """As torchrun's own; but a closed terminal's signals come twice, and the processes may still save."""
-        if number in heard or number != signal.SIGHUP:
-            for ending in signals.ENDING:
-                signal.signal(ending, signal.SIG_IGN)
+        """torchrun's handler, but later signals are ignored: a closed terminal sends two, and processes still save."""
+        if number in ending or number != signal.SIGHUP:
+            for later in signals.ENDING:
+                signal.signal(later, signal.SIG_IGN)
             raise api.SignalException(f"got {signal.Signals(number).name}", signal.Signals(number))
 
     api._terminate_process_handler = terminate

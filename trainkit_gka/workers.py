@@ -1,9 +1,8 @@
-"""Worker processes, forked from a server process that does nothing else, never from the process that uses them.
+"""Worker processes, forked from a server process without threads, never from the process that uses them.
 
-A process that has threads must not fork: the child gets every lock as it is at that moment, and the thread that would
-release it is not there. Until Python 3.12 its list of threads has such a lock, which the threads of gloo and of
-autograd take at any time, so that a forked child could wait for ever before its first line. The server has no threads,
-not even those that libraries start.
+A process with threads must not fork: the child inherits every lock as it is at that moment, without the thread that
+would release it. Until Python 3.12 the interpreter's list of threads has such a lock, which threads of gloo and of
+autograd take at any time, so a forked child could hang before its first line.
 """
 
 import math
@@ -19,38 +18,38 @@ from multiprocessing.context import BaseContext
 from pathlib import Path
 
 BLOCKED_SIGNALS = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
-GROUPS, OWN_GROUPS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
-# Without these, importing numpy and pyarrow starts threads.
+GROUPS, MEMBERSHIP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
+# Without these variables, importing numpy and pyarrow starts threads.
 NO_THREADS = {"OPENBLAS_NUM_THREADS": "1", "JE_ARROW_MALLOC_CONF": "background_thread:false"}
 
 
-def cores(groups: Path = GROUPS, own: Path = OWN_GROUPS) -> int:
-    """How many cores this process may use: those that it may run on, and a container's quota of them, rounded up.
+def cores(groups: Path = GROUPS, membership: Path = MEMBERSHIP) -> int:
+    """The number of cores that this process may use: those it may run on, or a container's quota, rounded up.
 
-    groups, own: where Linux shows control groups, and which are this process's.
+    groups: where Linux mounts control groups. membership: the file that lists those of this process.
     """
     affinity = getattr(os, "sched_getaffinity", None)  # Linux has it
     allowed = len(affinity(0)) if affinity else os.cpu_count() or 1
-    limits = _limits("cpu", ("cpu.max",), ("cpu.cfs_quota_us", "cpu.cfs_period_us"), groups, own)
+    limits = _limits("cpu", ("cpu.max",), ("cpu.cfs_quota_us", "cpu.cfs_period_us"), groups, membership)
     return max(1, min([allowed, *(math.ceil(quota / period) for quota, period in limits)]))
 
 
-def main_memory(groups: Path = GROUPS, own: Path = OWN_GROUPS) -> int:
+def main_memory(groups: Path = GROUPS, membership: Path = MEMBERSHIP) -> int:
     """Bytes of main memory that this process may use: the machine's, or a container's limit. Arguments as `cores`."""
     machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    limits = _limits("memory", ("memory.max",), ("memory.limit_in_bytes",), groups, own)
+    limits = _limits("memory", ("memory.max",), ("memory.limit_in_bytes",), groups, membership)
     return min([machine, *(limit for [limit] in limits)])
 
 
 def _limits(
-    controller: str, of_version_2: tuple[str, ...], of_version_1: tuple[str, ...], groups: Path, own: Path
+    controller: str, of_version_2: tuple[str, ...], of_version_1: tuple[str, ...], groups: Path, membership: Path
 ) -> Iterator[list[int]]:
     """The numbers in the files of each control group around this process that has a limit."""
-    for line in own.read_text().splitlines() if own.exists() else []:
+    for line in membership.read_text().splitlines() if membership.exists() else []:
         _, controllers, place = line.split(":", 2)
         if controllers and controller not in controllers.split(","):
             continue
-        top = groups / controllers  # of version 2: nothing
+        top = groups / controllers  # empty in version 2
         for folder in (top / place.lstrip("/"), *(top / place.lstrip("/")).parents):
             for names in (of_version_2, of_version_1):
                 if all((folder / name).exists() for name in names):
@@ -62,18 +61,18 @@ def _limits(
 
 
 def context(*packages: str) -> BaseContext:
-    """The context in which to start worker processes: they are forked from the server.
+    """The multiprocessing context whose worker processes are forked from the server.
 
     The first call starts the server, which imports `packages` and those of their modules that this process has
-    imported, while this process goes on: call it early. Workers start with SIGINT, SIGTERM and SIGHUP blocked, which
-    reach a whole process group; the first function that a worker calls is `begin`.
+    imported, in the background: call it early. Workers start with SIGINT, SIGTERM and SIGHUP blocked, which are sent to
+    a whole process group; the first function that a worker calls is `begin`.
     """
     server_context, packages = multiprocessing.get_context("forkserver"), ("trainkit_gka", *packages)
-    # Every worker runs the main program's imports again, and finds those modules imported.
+    # Every worker repeats the imports of the main program, which take no time if the server has made them.
     prefixes = tuple(f"{package}." for package in packages)
     server_context.set_forkserver_preload([*packages, *(name for name in sys.modules if name.startswith(prefixes))])
     resource_tracker.ensure_running()  # the server would start it, and that unblocks the signals
-    own_values = {name: os.environ[name] for name in NO_THREADS if name in os.environ}
+    before = {name: os.environ[name] for name in NO_THREADS if name in os.environ}
     blocked_before = signal.pthread_sigmask(signal.SIG_BLOCK, BLOCKED_SIGNALS)
     try:
         os.environ.update(NO_THREADS)
@@ -81,19 +80,18 @@ def context(*packages: str) -> BaseContext:
     finally:
         for name in NO_THREADS:
             del os.environ[name]
-        os.environ.update(own_values)
+        os.environ.update(before)
         signal.pthread_sigmask(signal.SIG_SETMASK, blocked_before)
     return server_context
 
 
 @contextmanager
 def interrupt_held_back() -> Iterator[None]:
-    """Let Ctrl-C act after the block, in which workers start.
+    """Delay Ctrl-C until the end of the block, in which workers start.
 
-    A worker whose start is interrupted is in no list of processes to end: it would go on by itself, and complain that
-    the queues which it was to use are gone.
+    A worker whose start is interrupted is in no list of processes to end: it would go on running.
     """
-    if threading.current_thread() is not threading.main_thread():  # which alone gets signals and may set handlers
+    if threading.current_thread() is not threading.main_thread():  # only the main thread may set handlers
         yield
         return
     held_back: list[int] = []
@@ -107,7 +105,7 @@ def interrupt_held_back() -> Iterator[None]:
 
 
 def begin(on_sigterm=signal.SIG_DFL) -> None:
-    """What a worker does first: end with the process it works for, however that ends, and unblock SIGTERM.
+    """The first call of a worker: end with the process it works for, however that ends, and unblock SIGTERM.
 
     SIGINT and SIGHUP stay blocked. on_sigterm: a handler as signal.signal takes it.
     """
@@ -117,5 +115,5 @@ def begin(on_sigterm=signal.SIG_DFL) -> None:
 
 
 def _end_with_parent() -> None:
-    multiprocessing.parent_process().join()  # by a pipe: for the operating system the parent is the server
+    multiprocessing.parent_process().join()  # waits on a pipe: for the operating system the parent is the server
     os._exit(1)

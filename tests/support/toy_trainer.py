@@ -8,7 +8,7 @@ import torch
 from trainkit_gka.cli import MayChange, run
 from trainkit_gka.loop import launch
 from trainkit_gka.run_config import RunConfig
-from trainkit_gka.trainer import Evaluation, Kept, Trainer
+from trainkit_gka.trainer import Contents, Evaluation, Trainer
 
 
 @dataclass(frozen=True)
@@ -56,8 +56,8 @@ class ToyTrainer(Trainer):
     def describe(self, numbers):
         return f"round {self.state['step']}", numbers
 
-    def kept(self):
-        return Kept({"model": self.model.state_dict()})
+    def contents(self):
+        return Contents({"model": self.model.state_dict()})
 
     def evaluate(self, stop):
         for _ in self.runtime.rounds(range(self.config.judged), stop):
