@@ -112,6 +112,16 @@ def packed(tokenized):
     return root
 
 
+@pytest.fixture(scope="session")
+def pictures(tmp_path_factory):
+    """78 training JPEGs in 3 classes, 27 of validation."""
+    import processes
+    import tiny_vision
+
+    processes.server()  # before a test starts one that lacks the libraries
+    return tiny_vision.write_pictures(tmp_path_factory.mktemp("pictures"))
+
+
 @pytest.fixture
 def no_compiler():
     """torch.compile finds no C++ compiler in this process."""

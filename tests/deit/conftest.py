@@ -51,12 +51,6 @@ def digits(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
-def pictures(tmp_path_factory):
-    """78 training JPEGs in 3 classes, 27 of validation."""
-    return tiny_vision.write_pictures(tmp_path_factory.mktemp("pictures"))
-
-
-@pytest.fixture(scope="session")
 def uninterrupted(pictures, tmp_path_factory):
     """The whole run, by the command one would type."""
     out = tmp_path_factory.mktemp("uninterrupted")

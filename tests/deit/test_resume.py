@@ -1,12 +1,8 @@
 """Vision runs that are killed, stopped or damaged go on where they were, to the bit, on any number of processes."""
 
 import json
-import os
-import random
 import re
 import shutil
-import signal
-import time
 
 import pytest
 import torch
@@ -15,86 +11,20 @@ import tiny
 import tiny_vision
 from deit_gka import train as training
 from deit_gka.training.config import TrainConfig
-from processes import still_there
 from vision_runs import (
     STEPS,
-    begin,
     checkpoint,
-    evaluations,
     final,
     flags,
     in_process,
     records,
     steps_of,
     train,
-    wait_for_step,
 )
 
 
 def names_in(folder):
     return sorted(path.name for path in folder.iterdir())
-
-
-def test_a_run_killed_at_random_resumes_bit_identically(uninterrupted, pictures, tmp_path):
-    rng = random.Random(11)
-    for kill_at in sorted(rng.sample(range(2, STEPS - 3), 3)):
-        process = begin(pictures, tmp_path)
-        wait_for_step(process, tmp_path, kill_at)
-        process.kill()
-        assert process.processes[0].exitcode == -signal.SIGKILL
-    done = train(pictures, tmp_path)
-    assert "resuming at update" in done.stdout
-    assert final(tmp_path) == final(uninterrupted)
-    assert evaluations(tmp_path) == evaluations(uninterrupted)
-    assert names_in(tmp_path / "run/best") == names_in(uninterrupted / "run/best")
-
-
-def test_two_ranks_stopped_and_killed_resume_bit_identically(pictures, tmp_path):
-    whole, parts, common = tmp_path / "whole", tmp_path / "parts", ["--epochs", 3, "--save-every", 2]
-    train(pictures, whole, *common, ranks=2)
-    for number, reached in ((signal.SIGTERM, 3), (signal.SIGKILL, 9)):
-        process = begin(pictures, parts, *common, ranks=2)
-        wait_for_step(process, parts, reached)
-        loaders = [pid for rank in process.processes for pid in tiny_vision.descendants(rank.pid)]
-        if number == signal.SIGKILL:
-            process.kill()
-            assert reached <= steps_of(parts)[-1] < 18
-        else:
-            os.kill(process.processes[-1].pid, number)  # one rank is enough
-            done, step = process.wait(), steps_of(parts)[-1]
-            assert done.returncode == 0 and f"stopped at update {step} of 18, saved; continue with: " in done.stdout
-            assert step < 18 and names_in(parts / "run/checkpoints")[-1] == f"step_{step:08d}"
-        assert len(loaders) >= 6 and not still_there(loaders)  # of each rank: a server and 2 loaders
-    done = train(pictures, parts, *common, ranks=2)
-    assert "resuming at update" in done.stdout and "2 x cpu" in done.stdout
-    assert final(parts, 18) == final(whole, 18)
-    assert evaluations(parts) == evaluations(whole) and evaluations(whole)[-1]["images"] == 27
-
-
-def linked_pictures(folder, count):
-    """Three classes with `count` validation images each, which are one file."""
-    tiny_vision.write_pictures(folder, val=1)
-    for image in list(folder.glob("val/*/*.jpg")):
-        for number in range(1, count):
-            os.link(image, image.with_name(f"{number:05d}.jpg"))
-    return folder
-
-
-def test_sigterm_ends_a_validation_which_is_made_again(tmp_path):
-    data, parts, whole = linked_pictures(tmp_path / "data", 250), tmp_path / "parts", tmp_path / "whole"
-    words = ["--epochs", 2, "--device-batch-size", 2]
-    process = begin(data, parts, *words, ranks=2)
-    while process.alive() and not (parts / "run/checkpoints/step_00000006/manifest.json").exists():
-        time.sleep(0.002)
-    os.kill(process.processes[-1].pid, signal.SIGTERM)  # one rank is enough
-    began = time.monotonic()
-    done = process.wait()
-    assert time.monotonic() - began < 10 and done.returncode == 0, done.stderr
-    assert "stopped at update 6 of 12, saved; continue with: " in done.stdout and not evaluations(parts)
-    for out in (parts, whole):
-        train(data, out, *words, "--stop-after", 7, ranks=2)
-    assert evaluations(parts) == evaluations(whole) != []
-    assert final(parts, 7) == final(whole, 7)
 
 
 def test_a_run_without_an_average_in_half_precision_resumes(pictures, tmp_path):

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import gpt_runs
 import tiny
@@ -49,63 +48,6 @@ def test_finished_run_is_exported_with_its_settings(uninterrupted, tmp_path):
     loaded = load(tmp_path / "out")
     assert (loaded.name, loaded.step, loaded.training["tokens"]) == ("run", STEPS, TOKENS)
     assert loaded.training["settings"]["depth"] == 2 and loaded.training == load(uninterrupted / "run").training
-
-
-def test_wandb_has_the_numbers_and_a_continued_run_continues_its_own(packed, tmp_path):
-    """Two processes, one id, which `wandb sync` sends as one run."""
-    words = [*flags(packed, tmp_path, "--wandb", "offline", "--num-iterations", 4)]
-    account = tiny.without_account(tmp_path)
-    tiny.call(MODULE, *words, "--stop-after", 2, env=account)
-    said = tiny.wandb_text(tmp_path / "run")
-    for event, key in (("train", "loss"), ("eval", "val_bpb")):
-        values = [record[key] for record in events(tmp_path, event)]
-        assert values and f"{event}/{key}".encode() in said and all(repr(value).encode() in said for value in values)
-    done = tiny.call(MODULE, *words, "--stop-after", 3, env=account)
-    assert "resuming at step 2" in done.stdout and "arning: resume" not in done.stderr + done.stdout, done.stderr
-    run_id = (tmp_path / "run/wandb_id").read_text().strip()
-    first, second = sorted((tmp_path / "run/wandb").glob("offline-run-*"))
-    assert {path.name.rpartition("-")[2] for path in (first, second)} == {run_id}
-
-
-def charted(folder):
-    """(name, step) -> value of what TensorBoard shows of a folder's event files; a step that it has twice fails."""
-    shown = EventAccumulator(str(folder), size_guidance={"scalars": 0}).Reload()
-    points = [((name, one.step), one.value) for name in shown.Tags()["scalars"] for one in shown.Scalars(name)]
-    assert len(points) == len(dict(points))
-    return dict(points)
-
-
-def test_tensorboard_has_the_numbers_once_also_of_a_run_that_went_back(packed, tmp_path):
-    """Killed at step 7, it goes on from the checkpoint of step 4: it trains steps 5 to 7 and evaluates step 6 again."""
-    words = ["--tensorboard", "--num-iterations", 8, "--eval-every", 3, "--keep", 9]
-    gpt_runs.train(packed, tmp_path, *words, "--stop-after", 7)
-    for step in (6, 7):
-        shutil.rmtree(tmp_path / f"run/checkpoints/step_0000000{step}")
-    gpt_runs.train(packed, tmp_path, *words)
-    found, expected = charted(tmp_path / "run/tensorboard"), {}
-    for record in [*events(tmp_path, "train"), *events(tmp_path, "eval")]:
-        for name, value in record.items():
-            if isinstance(value, (int, float)) and name not in ("step", "time"):
-                expected[f"{record['event']}/{name}", record["step"]] = value
-        for layer, values in record.get("sigma", {}).items():
-            expected[f"eval/sigma/{layer}/mean", record["step"]] = sum(values) / len(values)
-    assert len(expected) > 60 and {step for _, step in expected} == set(range(9))
-    assert {key: found[key] for key in expected} == pytest.approx(expected)
-
-
-def test_profile_is_a_trace_of_the_named_steps_and_changes_no_weight(packed, tmp_path):
-    """A run that is stopped in between leaves a file of each part."""
-    settings = ["--num-iterations", 8, "--profile", "2-6"]
-    gpt_runs.train(packed, tmp_path, *settings, "--stop-after", 4)
-    gpt_runs.train(packed, tmp_path, *settings)
-    gpt_runs.train(packed, tmp_path / "plain", "--num-iterations", 8)
-    assert gpt_runs.final(tmp_path, 8) == gpt_runs.final(tmp_path / "plain", 8)
-    steps = []
-    for path in sorted((tmp_path / "run").glob("profile_*.json")):
-        names = [event["name"] for event in json.loads(path.read_text())["traceEvents"] if "name" in event]
-        assert {"aten::mm", "aten::embedding"} < set(names)
-        steps += [int(name.split()[1]) for name in names if re.fullmatch(r"step \d+", name)]
-    assert steps == [2, 3, 4, 5, 6]
 
 
 TAGS = [

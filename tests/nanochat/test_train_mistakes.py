@@ -2,13 +2,12 @@
 
 import re
 import shutil
-import sys
 
 import pytest
 
 import gpt_runs
 import tiny
-from gpt_runs import MODULE, flags, log_steps
+from gpt_runs import MODULE, flags
 from nanochat_gka.model.accounting import meta_model
 from nanochat_gka.train import TrainConfig
 
@@ -66,34 +65,3 @@ def test_nonfinite_gradient_names_the_last_checkpoint(packed, tmp_path, capsys):
         code = gpt_runs.train(packed, tmp_path, "--embedding-lr", "1e38")
     message = r"the gradient is not finite at step \d+; the weights were not touched. Last checkpoint: "
     assert code == 2 and re.search(message, capsys.readouterr().err)
-
-
-@pytest.mark.parametrize(
-    "steps, said",
-    [
-        ("ten", "--profile takes the first and the last step, such as 10-15, got ten"),
-        ("6-5", "--profile 6-5: steps count from 1, and the last is not before the first"),
-        ("5-9", "--profile 5-9: the run has 8 steps"),
-    ],
-)
-def test_steps_that_cannot_be_profiled_are_one_line(packed, tmp_path, capsys, steps, said):
-    assert gpt_runs.train(packed, tmp_path, "--num-iterations", 8, "--profile", steps) == 2
-    message = capsys.readouterr().err
-    assert message.startswith(f"error: {said}") and message.count("\n") == 1 and log_steps(tmp_path) == []
-
-
-@pytest.mark.parametrize("package, words", [("tensorboard", ["--tensorboard"]), ("wandb", ["--wandb", "offline"])])
-def test_charts_without_their_package_are_one_line(packed, tmp_path, monkeypatch, capsys, package, words):
-    monkeypatch.setitem(sys.modules, package, None)
-    assert gpt_runs.train(packed, tmp_path, *words) == 2
-    message = capsys.readouterr().err
-    assert f'{package} is not installed: run pip install "gka[{package}]"' in message and message.count("\n") == 1
-
-
-def test_wandb_without_a_good_key_is_one_line(packed, tmp_path):
-    words, account = flags(packed, tmp_path, "--wandb", "online"), tiny.without_account(tmp_path)
-    done = tiny.call(MODULE, *words, check=False, env=account)
-    tiny.assert_one_line_error(done, "--wandb online needs the key of an account: set WANDB_API_KEY")
-    done = tiny.call(MODULE, *words, check=False, env={**account, "WANDB_API_KEY": "no key"})
-    tiny.assert_one_line_error(done, "--wandb online: .*--wandb offline needs no account")
-    assert log_steps(tmp_path) == []

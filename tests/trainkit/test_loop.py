@@ -62,6 +62,13 @@ def weights(config):
     return checkpoint.load_newest(config.folder / "checkpoints", warn=pytest.fail).tensors("model")["weight"].tolist()
 
 
+def as_flags(config):
+    """For a process of its own."""
+    flags = {"out": config.out, "results": config.results, "steps": STEPS, "model-tag": "run", "device-type": "cpu"}
+    flags |= {"save-every": 3, "eval-every": 4, "log-every": 1}
+    return [word for name, value in flags.items() for word in (f"--{name}", value)]
+
+
 @pytest.fixture
 def whole(config, tmp_path):
     """The weights of a run that nothing interrupted."""
@@ -145,8 +152,7 @@ def test_next_process_makes_an_interrupted_evaluation(config, whole, monkeypatch
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_killed_and_stopped_processes_end_with_the_same_weights(config, whole, tmp_path, ranks):
     """kill -9 of all, then SIGTERM to the last of them."""
-    flags = ["--out", config.out, "--results", config.results, "--steps", STEPS, "--model-tag", "run"]
-    flags += ["--device-type", "cpu", "--save-every", 3, "--eval-every", 4, "--log-every", 1, "--seconds", 0.2]
+    flags = [*as_flags(config), "--seconds", 0.2]
 
     def train_until(step):
         process = processes.start("toy_trainer", *flags, ranks=ranks, folder=tmp_path / "output")
@@ -163,6 +169,18 @@ def test_killed_and_stopped_processes_end_with_the_same_weights(config, whole, t
     processes.call("toy_trainer", *flags, ranks=ranks, folder=tmp_path / "output")
     assert weights(config) == whole and events(config, "train") == list(range(1, STEPS + 1))
     assert len(read_results(config.results)) == 1 and events(config, "eval") == [0, 4, 8, 12]
+
+
+def test_a_signal_to_one_of_two_ranks_ends_their_evaluation(config, whole, tmp_path):
+    flags, place = as_flags(config), dict(ranks=2, folder=tmp_path / "output")
+    process = processes.start("toy_trainer", *flags, "--judged", 10_000, "--seconds", 0.01, **place)
+    while process.alive() and "evaluating" not in process.out.read_text():
+        time.sleep(0.01)
+    os.kill(process.processes[-1].pid, signal.SIGTERM)
+    done = process.wait(60)
+    assert done.returncode == 0 and not events(config, "eval"), done
+    processes.call("toy_trainer", *flags, **place)
+    assert events(config, "eval") == [0, 4, 8, 12] and weights(config) == whole
 
 
 def test_damaged_checkpoint_ends_with_the_same_weights(config, whole, capsys):
@@ -196,8 +214,7 @@ def earlier(line, key, hours):
 
 def test_kill_between_the_result_and_the_finish_record_records_the_run_once(config):
     """Another run of the same settings has a line of its own."""
-    flags = ["--out", config.out, "--results", config.results, "--steps", STEPS, "--model-tag", "run"]
-    command = [sys.executable, "-c", KILLED, *map(str, flags), "--device-type", "cpu"]
+    command = [sys.executable, "-c", KILLED, *map(str, as_flags(config))]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     assert subprocess.run(command, env=environment).returncode == -signal.SIGKILL
     assert len(read_results(config.results)) == 1 and not events(config, "finish")
@@ -218,11 +235,12 @@ def test_incomplete_finish_record_does_not_count(config):
 
 
 def test_stopped_run_prints_the_command_that_continues_it(config, capsys, monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["train", "--out", "two words"])
+    monkeypatch.setattr(sys, "argv", ["train.py", "--out", "two words"])
+    monkeypatch.setattr(sys, "orig_argv", [sys.executable, "-m", "train", "--out", "two words"])
     launch(replace(config, stop_after=2), ToyTrainer)
     command = re.search("continue with: (.*)", capsys.readouterr().out)[1]
     words = shlex.split(command)
-    assert words[-2:] == ["--out", "two words"] and shutil.which(words[0]) and "python" in words[0]
+    assert words[1:] == ["-m", "train", "--out", "two words"] and shutil.which(words[0])
 
 
 def test_a_second_trainer_of_the_run_is_refused(config):
@@ -296,8 +314,60 @@ def test_other_settings_are_refused_by_flag(config, capsys):
 
 def test_machines_may_have_the_shared_folder_in_different_places(config, monkeypatch, tmp_path):
     """What processes compare at the start does not have the folder's path in it."""
-    said = []
-    monkeypatch.setattr(Runtime, "check_same", lambda self, describe: said.append(describe()))
+    compared = []
+    monkeypatch.setattr(Runtime, "check_same", lambda self, describe: compared.append(describe()))
     for mounted in ("a", "b"):
         launch(replace(config, out=tmp_path / mounted), ToyTrainer)
-    assert said[0] == said[1] == {"a run that has done this many rounds": "0"}
+    assert compared[0] == compared[1] == {"a run that has done this many rounds": "0"}
+
+
+# Traces and charts
+
+
+def test_profile_is_a_trace_of_the_named_steps_and_changes_no_weight(config, whole):
+    """A run that is stopped in between leaves a file of each part."""
+    for stop in (4, -1):
+        launch(replace(config, profile="2-6", stop_after=stop), ToyTrainer)
+    assert weights(config) == whole
+    traces = [json.loads(path.read_text())["traceEvents"] for path in sorted(config.folder.glob("profile_*.json"))]
+    names = [event.get("name", "") for trace in traces for event in trace]
+    assert [name for name in names if re.fullmatch(r"round \d+", name)] == [f"round {n}" for n in range(2, 7)]
+    assert "aten::mul_" in names
+
+
+@pytest.mark.parametrize("steps", ["ten", "6-5", "5-99"])
+def test_steps_that_cannot_be_profiled_are_refused(config, steps):
+    with tiny.one_line_error("--profile"):
+        launch(replace(config, profile=steps), ToyTrainer)
+    assert not events(config, "train")
+
+
+def test_wandb_has_the_numbers_and_a_continued_run_continues_its_own(config, tmp_path):
+    """Two processes, one id, which `wandb sync` sends as one run."""
+    flags, place = [*as_flags(config), "--wandb", "offline"], dict(folder=tmp_path / "output")
+    place["env"] = tiny.without_account(tmp_path)
+    processes.call("toy_trainer", *flags, "--stop-after", 3, **place)
+    text = tiny.wandb_text(config.folder)
+    losses = [record["loss"] for record in read_events(config.folder / "log.jsonl", "train")]
+    assert b"train/loss" in text and losses and all(repr(loss).encode() in text for loss in losses)
+    done = processes.call("toy_trainer", *flags, **place)
+    assert "arning: resume" not in done.stderr + done.stdout, done.stderr
+    run_id = (config.folder / "wandb_id").read_text().strip()
+    names = {path.name.rpartition("-")[2] for path in config.folder.glob("wandb/offline-run-*")}
+    assert names == {run_id} and len(list(config.folder.glob("wandb/offline-run-*"))) == 2
+
+
+def test_wandb_without_a_good_key_is_one_line(config, tmp_path):
+    account = tiny.without_account(tmp_path)
+    for environment in (account, {**account, "WANDB_API_KEY": "no key"}):
+        flags = [*as_flags(config), "--wandb", "online"]
+        done = processes.call("toy_trainer", *flags, check=False, folder=tmp_path / "output", env=environment)
+        tiny.assert_one_line_error(done, "--wandb online")
+    assert not events(config, "train")
+
+
+@pytest.mark.parametrize("package, settings", [("tensorboard", {"tensorboard": True}), ("wandb", {"wandb": "offline"})])
+def test_charts_without_their_package_name_the_extra(config, monkeypatch, package, settings):
+    monkeypatch.setitem(sys.modules, package, None)
+    with tiny.one_line_error(rf"gka\[{package}\]"):
+        launch(replace(config, **settings), ToyTrainer)

@@ -9,10 +9,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import tiny
 from trainkit_gka import results
-from trainkit_gka.cli import PassingFault, UserError, as_typed
+from trainkit_gka.cli import PassingFault, UserError, command_line
 from trainkit_gka.distributed import Runtime, setup
 from trainkit_gka.exports import CONFIG, export_folder
 from trainkit_gka.files import atomic, atomic_folder, locked, read_json, remove_stale_temporaries, write_json
@@ -202,6 +203,22 @@ def test_lines_are_on_disk_as_soon_as_they_are_logged_and_are_json(tmp_path, cap
     log.close()
 
 
+def test_tensorboard_has_each_number_once_also_of_a_run_that_went_back(tmp_path):
+    for first, last in ((1, 6), (5, 8)):
+        log = RunLog(tmp_path / "log.jsonl", resume_step=first - 1, tensorboard=True)
+        for step in range(first, last + 1):
+            log.log("train", step, loss=first / step, sigma={"layer_0": [1.0, step]}, text="no number")
+        log.close()
+    charts = EventAccumulator(str(tmp_path / "tensorboard"), size_guidance={"scalars": 0}).Reload()
+    points = [((name, one.step), one.value) for name in charts.Tags()["scalars"] for one in charts.Scalars(name)]
+    expected = {}
+    for step in range(1, 9):
+        sigma = {"mean": (1 + step) / 2, "min": 1, "max": step}
+        expected["train/loss", step] = (1 if step < 5 else 5) / step
+        expected |= {(f"train/sigma/layer_0/{name}", step): value for name, value in sigma.items()}
+    assert len(points) == len(expected) and dict(points) == pytest.approx(expected)
+
+
 def test_other_ranks_write_nothing(tmp_path):
     write_log(tmp_path / "log.jsonl", 1, 3, enabled=False)
     assert not list(tmp_path.iterdir())
@@ -248,7 +265,7 @@ def test_result_line_names_commit_command_and_hardware(tmp_path):
     assert record["metrics"] == returned["metrics"] == {"val_bpb": 0.25}
     assert re.fullmatch(r"\d{4}-\d\d-\d\d \d\d:\d\d", record["date"])
     assert re.fullmatch(r"[0-9a-f]{7,}\+?|unknown", record["commit"])
-    assert record["command"].startswith(as_typed(sys.executable)) and is_processor(record["hardware"])
+    assert record["command"] == command_line() != "" and is_processor(record["hardware"])
 
 
 def test_the_commit_is_that_of_the_start_and_a_changed_kernel_is_said(tmp_path, monkeypatch):

@@ -28,13 +28,6 @@ from trainkit_gka.cli import PassingFault, UserError
 from trainkit_gka.distributed import Runtime
 from vision_runs import TRAIN, flags, in_process, wait_for_step
 
-
-@pytest.fixture(scope="module")
-def pictures(tmp_path_factory):
-    tiny_vision.server()
-    return tiny_vision.write_pictures(tmp_path_factory.mktemp("pictures"))
-
-
 # --- Nothing forks ---
 
 START_METHODS = {Path("trainkit_gka/workers.py"): ["forkserver"]}  # of the modules that start processes
