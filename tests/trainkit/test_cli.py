@@ -49,19 +49,33 @@ class Command:
     """number of layers"""
 
 
-def call(main, *argv):
-    with pytest.raises(SystemExit) as exit_info:
-        run(main, Command, [str(arg) for arg in argv])
-    return exit_info.value.code
+def os_error(number, path=None):
+    return OSError(number, os.strerror(number), path)
 
 
-def test_a_mistake_is_one_line_and_exit_code_2(capsys):
-    def refuse(config):
-        raise UserError(f"--depth {config.depth} is too deep")
+@pytest.mark.parametrize(
+    "error, code, message",
+    [
+        (UserError("--depth 20 is too deep"), 2, "error: --depth 20 is too deep"),
+        (KeyboardInterrupt(), 130, "interrupted"),
+        (os_error(errno.ENOSPC), 2, "error: the disk is full"),
+        (os_error(errno.ENOENT, "/data/rows.bin"), 2, "error: /data/rows.bin: "),
+        (
+            os_error(errno.ESTALE, "/data/rows.bin"),
+            75,
+            "error: /data/rows.bin: ",
+        ),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_an_error_ends_the_command_with_one_line_and_its_code(error, code, message, capsys):
+    def fail(config):
+        raise error
 
-    assert call(refuse, "--depth", 99) == 2
-    captured = capsys.readouterr()
-    assert captured.err == "error: --depth 99 is too deep\n" and not captured.out
+    with pytest.raises(SystemExit) as end:
+        run(fail, Command, [])
+    output = capsys.readouterr()
+    assert end.value.code == code and output.err.startswith(message) and output.err.count("\n") == 1 and not output.out
 
 
 def test_a_launcher_that_cannot_be_seen_is_not_named(monkeypatch):
@@ -91,34 +105,12 @@ def test_a_network_is_at_fault_if_it_caused_an_error_and_not_if_that_was_dealt_w
     assert is_network(TimeoutError()) and not is_network(OSError("disk"))
 
 
-def test_interrupted_is_130(capsys):
-    def interrupt(config):
-        raise KeyboardInterrupt
-
-    assert call(interrupt) == 130
-    assert capsys.readouterr().err == "interrupted\n"
-
-
 def test_unprintable_characters_become_question_marks(monkeypatch):
     shown = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
     monkeypatch.setattr("sys.stdout", shown)
     run(lambda config: print("\N{GREEK SMALL LETTER SIGMA} = 2"), Command, [])
     shown.flush()
     assert shown.buffer.getvalue() == b"? = 2\n"
-
-
-NO_ROOM = (None, errno.ENOSPC, "the disk is full; free some space and run the same command again", 2)
-STALE = ("/data/rows.bin", errno.ESTALE, f"/data/rows.bin: {os.strerror(errno.ESTALE)}; run the same command again", 75)
-MISSING = ("/data/rows.bin", errno.ENOENT, f"/data/rows.bin: {os.strerror(errno.ENOENT)}", 2)
-
-
-@pytest.mark.parametrize("path, number, message, code", [NO_ROOM, STALE, MISSING])
-def test_a_file_that_fails_is_one_line_and_75_if_the_next_try_may_read_it(path, number, message, code, capsys):
-    def read(config):
-        raise OSError(number, os.strerror(number), path)
-
-    assert call(read) == code
-    assert capsys.readouterr().err == f"error: {message}\n"
 
 
 def test_a_full_gpu_names_the_flag_to_lower(capsys):

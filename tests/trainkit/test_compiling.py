@@ -4,8 +4,6 @@ import pytest
 import torch
 
 import tiny
-from gpt_runs import MODULE, flags
-from processes import environment
 from trainkit_gka import compiling
 from trainkit_gka.cli import UserError
 from trainkit_gka.distributed import Runtime
@@ -31,13 +29,3 @@ def test_off_asks_for_no_compiler(no_compiler, capsys):
 def test_a_machine_that_can_compile_is_asked_and_does():
     assert compiling.mode("--compile", "auto", "on", HERE) == "on"
     assert compiling.mode("--compile", "default", "on", HERE) == "default"
-
-
-@pytest.mark.slow
-def test_training_compiled_needs_a_compiler(packed, tmp_path):
-    """A real process whose PATH has nothing, not even compiled programs of before in a cache."""
-    variables = {name: value for name, value in environment().items() if name != "CXX"}
-    variables |= {"PATH": str(tmp_path / "none"), "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")}
-    done = tiny.call(MODULE, *flags(packed, tmp_path, "--compile", "on"), real=True, env=variables, check=False)
-    tiny.assert_one_line_error(done, FAILS)
-    assert "step 0" not in done.stdout and not (tmp_path / "run" / "checkpoints").exists()

@@ -1,6 +1,5 @@
 """Worker processes: they are never forked from threads, end with their trainer, and a silent one is one line."""
 
-import ast
 import os
 import re
 import shutil
@@ -22,24 +21,13 @@ from deit_gka.data.sources.base import Names
 from deit_gka.data.transforms import eval_transform
 from deit_gka.training.config import TrainConfig
 from processes import signals_kept, still_there
-from sources import ROOT, tracked
+from sources import ROOT
 from trainkit_gka import distributed, workers
 from trainkit_gka.cli import PassingFault, UserError
 from trainkit_gka.distributed import Runtime
 from vision_runs import TRAIN, flags, in_process, wait_for_step
 
 # --- Nothing forks ---
-
-START_METHODS = {Path("trainkit_gka/workers.py"): ["forkserver"]}  # of the modules that start processes
-
-
-def test_only_these_modules_choose_how_processes_start():
-    """Others may not fork; subprocess is fine, which executes another program at once."""
-    for path in (path for path in tracked(".py") if path.parts[0] != "tests"):
-        text = (ROOT / path).read_text().replace("psutil.Process", "")
-        assert re.findall(r'get_context\("?(.*?)"?\)', text) == START_METHODS.get(path, []), path
-        names = {getattr(node, "attr", getattr(node, "id", "")) for node in ast.walk(ast.parse(text))}
-        assert path in START_METHODS or not names & {"fork", "forkpty", "set_start_method", "Process", "Pool"}, path
 
 
 def test_server_has_no_threads_and_blocks_signals():
@@ -127,31 +115,38 @@ def test_an_error_in_an_evaluation_ends_its_workers(pictures, tmp_path, capsys, 
     assert not still_there(set(tiny_vision.descendants(os.getpid())) - set(before)) and caught.tb
 
 
+BYTES = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
 @pytest.mark.parametrize(
-    "own, files, expected",
+    "membership, files, cores, memory",
     [
-        ("0::/\n", {"cpu.max": "250000 100000\n"}, 3),  # a container of its own
-        ("0::/pod/box\n", {"pod/cpu.max": "200000 100000", "pod/box/cpu.max": "max 100000"}, 2),
-        ("2:cpuset:/\n1:cpu,cpuacct:/b\n0::/\n", {"cpu,cpuacct/b/cpu.cfs_quota_us": "400000"}, 4),
-        ("0::/elsewhere\n", {"cpu.max": "20000 100000"}, 1),
-        ("1:cpu,cpuacct:/b\n", {"cpu,cpuacct/b/cpu.cfs_quota_us": "-1"}, 8),
-        (None, {}, 8),
+        ("0::/\n", {"cpu.max": "250000 100000\n"}, 3, BYTES),  # a container of its own
+        ("0::/pod/box\n", {"pod/cpu.max": "200000 100000", "pod/box/cpu.max": "max 100000"}, 2, BYTES),
+        ("2:cpuset:/\n1:cpu,cpuacct:/b\n0::/\n", {"cpu,cpuacct/b/cpu.cfs_quota_us": "400000"}, 4, BYTES),
+        ("0::/elsewhere\n", {"cpu.max": "20000 100000"}, 1, BYTES),
+        ("1:cpu,cpuacct:/b\n", {"cpu,cpuacct/b/cpu.cfs_quota_us": "-1"}, 8, BYTES),
+        ("0::/a/b\n", {"a/b/memory.max": "max", "a/memory.max": "4194304"}, 8, 4194304),
+        ("7:memory:/c\n2:cpu:/\n", {"memory/c/memory.limit_in_bytes": "2097152"}, 8, 2097152),
+        ("0::/a\n", {"a/memory.max": str(2**60)}, 8, BYTES),
+        (None, {}, 8, BYTES),
     ],
 )
-def test_cores_are_within_the_quota_of_a_container(own, files, expected, tmp_path, monkeypatch):
+def test_cores_and_memory_are_within_the_limits_of_a_container(membership, files, cores, memory, tmp_path, monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(8)), raising=False)
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
         if name.endswith("quota_us"):
             (tmp_path / name.replace("quota", "period")).write_text("100000\n")
-    if own:
-        (tmp_path / "own").write_text(own)
-    assert workers.cores(tmp_path, tmp_path / "own") == expected
-    monkeypatch.setattr(loader_workers.workers, "cores", lambda: expected)
+    if membership:
+        (tmp_path / "membership").write_text(membership)
+    assert workers.cores(tmp_path, tmp_path / "membership") == cores
+    assert workers.main_memory(tmp_path, tmp_path / "membership") == memory
+    monkeypatch.setattr(loader_workers.workers, "cores", lambda: cores)
     for ranks in (1, 2, 7):
         monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
-        assert loader_workers.default_workers() == max(1, expected // ranks)
+        assert loader_workers.default_workers() == max(1, cores // ranks)
 
 
 def test_torch_takes_no_more_threads_than_cores_where_the_environment_does_not_say(threads, monkeypatch):
@@ -206,21 +201,3 @@ def test_workers_share_the_names_of_files(pictures):
     assert answers.get() == (True, True, True) and names._text.is_shared()
     worker.join()
     assert [*Names([])] == []
-
-
-@pytest.mark.parametrize(
-    "own, files, expected",
-    [
-        ("0::/a/b\n", {"a/b/memory.max": "max", "a/memory.max": "4194304"}, 4194304),
-        ("7:memory:/c\n2:cpu:/\n", {"memory/c/memory.limit_in_bytes": "2097152"}, 2097152),
-        ("0::/a\n", {"a/memory.max": "max", "a/cpu.max": "20000 100000"}, None),
-        ("0::/a\n", {"a/memory.max": str(2**60)}, None),
-    ],
-)
-def test_memory_is_within_the_limit_of_a_container(own, files, expected, tmp_path):
-    for name, text in files.items():
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(text)
-    (tmp_path / "own").write_text(own)
-    whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    assert workers.main_memory(tmp_path, tmp_path / "own") == (expected or whole)
