@@ -8,7 +8,7 @@ from typing import Any
 
 from runs import commands
 from trainkit_gka import signals
-from trainkit_gka.cli import as_typed
+from trainkit_gka.command import as_typed
 from trainkit_gka.progress import console
 
 

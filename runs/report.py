@@ -35,6 +35,7 @@ from runs.table import Row, Table, styled
 from runs.tables.paper import BUILDERS, Sources
 from trainkit_gka import cli
 from trainkit_gka.cli import UserError
+from trainkit_gka.command import command_line
 from trainkit_gka.files import atomic, check_named
 from trainkit_gka.loop import finish_record
 from trainkit_gka.plots import Figure, shades, subplots
@@ -437,7 +438,7 @@ def main(config: ReportConfig) -> None:
         check_named(config.base, ReportConfig.base, "the outputs of runs")
     if out.is_dir():
         raise UserError(f"--out is the file to write, and {out} is a folder")
-    content = page_template().render(sections=sections(config), commit=git_commit(), command=cli.command_line())
+    content = page_template().render(sections=sections(config), commit=git_commit(), command=command_line())
     with atomic(out) as temporary:
         temporary.write_text(content, encoding="utf-8")
     console.print(f"{out}: {out.stat().st_size / 1e6:.1f} MB, in {time.perf_counter() - started:.0f} s")

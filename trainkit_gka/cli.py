@@ -9,32 +9,20 @@ import errno
 import inspect
 import io
 import itertools
-import json
 import math
 import os
 import shlex
-import shutil
-import signal
 import sys
 import textwrap
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields, make_dataclass
 from enum import Enum
 from typing import Annotated, Any, TypeVar, get_type_hints
 
-from trainkit_gka import signals
+from trainkit_gka import command, signals
 
 # The flags to lower when a GPU's memory is full, whichever a command has: they change the speed, not the result.
 BATCH_FLAGS = ("device_batch_size", "batch_tokens", "max_rows", "batch_size")
-OUR_TORCHRUN = "trainkit_gka.torchrun"
-TORCHRUN = ("torchrun", "torch.distributed.run", OUR_TORCHRUN)
-# Set by `trainkit_gka.torchrun`: the file in which a process writes the error that torchrun prints last.
-LAST_ERROR = "GKA_LAST_ERROR"
-# Read by torchrun: 1 gives restarted workers a new store. With the old one they meet dead peers' addresses and hang.
-STORE_SWITCH = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
-# Read by torchrun: the seconds after a signal in which processes finish their step and save.
-SHUTDOWN_TIMEOUT = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
 # Errors of files that may be gone at the next try: a disk or a machine on the network did not answer.
 PASSING = {errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EAGAIN, errno.EBUSY, errno.ENOTCONN, errno.ESHUTDOWN}
 PASSING |= {errno.ECONNRESET, errno.ECONNABORTED, errno.ECONNREFUSED, errno.EHOSTDOWN, errno.EHOSTUNREACH}
@@ -44,7 +32,7 @@ PASSING |= {errno.ENETDOWN, errno.ENETRESET, errno.ENETUNREACH}
 class UserError(Exception):
     """A mistake that the user can correct; the message says how. Commands print it alone and exit with 2."""
 
-    code = 2
+    code = command.MISTAKE
 
 
 class PassingFault(UserError):
@@ -150,7 +138,7 @@ def parse(config_class: type, argv: list[str] | None) -> Any:
     import tyro
 
     grouped = _with_groups(config_class)
-    options = {"prog": shlex.join(_program()), "description": inspect.getdoc(config_class)}
+    options = {"prog": shlex.join(command.program()), "description": inspect.getdoc(config_class)}
     try:
         with contextlib.ExitStack() as output:
             if os.environ.get("RANK", "0") != "0":  # some boxes come even with tyro's console_outputs=False
@@ -223,119 +211,31 @@ def run(
             check_bounds(config)
             main(config)
     except UserError as error:
-        _fail(str(error), error.code)
+        command.fail(str(error), error.code)
     except BrokenPipeError:  # the reader has ended: keep the interpreter from flushing the rest
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        _exit(141)
+        command.end(141)
     except OSError as error:
         if error.errno == errno.ENOSPC:
-            _fail("the disk is full; free some space and run the same command again")
+            command.fail("the disk is full; free some space and run the same command again")
         if error.filename is None:  # not about a path of the user's
             raise
         if error.errno in PASSING:
-            _fail(f"{error.filename}: {error.strerror}; run the same command again", PassingFault.code)
-        _fail(f"{error.filename}: {error.strerror}")
+            command.fail(f"{error.filename}: {error.strerror}; run the same command again", PassingFault.code)
+        command.fail(f"{error.filename}: {error.strerror}")
     except RuntimeError as error:
         if type(error).__name__ != "OutOfMemoryError":  # torch's, which is not imported for its name alone
             raise
         flags = [f"{flag_of(name)} (now {getattr(config, name)})" for name in BATCH_FLAGS if hasattr(config, name)]
         lower = flags[0] if flags else "the batch size"
-        _fail(f"out of GPU memory; lower {lower}: it changes the speed, not the result. What was saved is kept")
+        command.fail(f"out of GPU memory; lower {lower}: it changes the speed, not the result. What was saved is kept")
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
-        _exit(130)
+        command.end(130)
     except signals.Stopped as stopped:
         signals.say(stopped)
-        _exit(stopped.code, at_once=True)  # an ordinary end waits for workers that were about to start
+        command.end(stopped.code, at_once=True)  # an ordinary end waits for workers that were about to start
     except SystemExit as end:
-        _exit(end.code)
-    if _is_distributed():
-        _exit(0)
-
-
-def _is_distributed() -> bool:
-    return int(os.environ.get("WORLD_SIZE", "1")) > 1
-
-
-def _fail(message: str, code: int = UserError.code) -> None:
-    """Exit with `code` after `message`; an empty one is printed already."""
-    if os.environ.get("RANK", "0") != "0":
-        time.sleep(3)  # rank 0 prints the same and ends everyone; this rank prints only if it is alone
-    under_torchrun = leave_note(message, code)
-    if message and (
-        not under_torchrun or code != UserError.code
-    ):  # torchrun prints a mistake, but not before a restart
-        print(f"error: {message}", file=sys.stderr)
-    _exit(code)
-
-
-def leave_note(message: str, code: int) -> bool:
-    """Write for `trainkit_gka.torchrun` with which message and code to end; an empty message is not printed.
-
-    Returns whether it started this process.
-    """
-    if note := os.environ.get(LAST_ERROR):
-        with open(f"{note}.{os.getpid()}", "w") as file:
-            json.dump({"message": message, "code": code}, file)
-        os.replace(file.name, note)
-    return bool(note)
-
-
-def _exit(code, at_once: bool = False) -> None:
-    """End the process, at once if it is one of several: a thread of gloo's may ask for the interpreter while that
-    closes down, and then aborts. After a user's mistake, end a torchrun that would try it again.
-    """
-    if code == UserError.code and int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")) and _torchrun_line():
-        sys.stdout.flush()
-        os.kill(os.getppid(), signal.SIGTERM)
-    if (at_once or _is_distributed()) and isinstance(code, int):
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
-    sys.exit(code)
-
-
-def as_typed(program: str) -> str:
-    """A program as one types it here: by its name if the shell finds it so, else by its path, relative if below."""
-    name, path = os.path.basename(program), os.path.abspath(program)
-    if name == program or shutil.which(name) == path:
-        return name
-    near = os.path.relpath(path)
-    return path if near.startswith(os.pardir) else near if os.sep in near else os.path.join(os.curdir, near)
-
-
-def _program() -> list[str]:
-    """The words before the flags that started this process: `python -m module`, or an installed command."""
-    python, *words = sys.orig_argv[: len(sys.orig_argv) - len(sys.argv) + 1]
-    if words and os.access(words[0], os.X_OK):  # a script that names its interpreter
-        python, *words = words
-    return [as_typed(python), *words]
-
-
-def command_line() -> str:
-    """The command this process was started with, as one would type it; that of torchrun's processes is torchrun's."""
-    return _torchrun_line() or shlex.join([*_program(), *sys.argv[1:]])
-
-
-def is_under_torchrun() -> bool:
-    """Whether torchrun started this process."""
-    return "TORCHELASTIC_RUN_ID" in os.environ
-
-
-def _torchrun_line() -> str:
-    """The command of the torchrun that started this process; empty if it is unknown or something else did."""
-    if not is_under_torchrun():
-        return ""
-    import psutil
-
-    try:
-        words = psutil.Process(os.getppid()).cmdline()
-    except psutil.Error:  # it has ended, or is another user's
-        return ""
-    start = next((i for i, word in enumerate(words) if os.path.basename(word) in TORCHRUN), None)
-    if start is None:
-        return ""
-    program, *flags = words if words[start - 1] == "-m" else words[start:]  # a module of Python, or a script
-    names = () if OUR_TORCHRUN in words else (STORE_SWITCH, SHUTDOWN_TIMEOUT)
-    settings = [f"{name}={os.environ[name]}" for name in names if name in os.environ]
-    return shlex.join([*settings, as_typed(program), *flags])
+        command.end(end.code)
+    if command.is_distributed():
+        command.end(0)

@@ -18,7 +18,8 @@ import torch
 import torch.distributed as dist
 
 from trainkit_gka import signals
-from trainkit_gka.cli import STORE_SWITCH, PassingFault, UserError
+from trainkit_gka.cli import PassingFault, UserError
+from trainkit_gka.command import STORE_SWITCH
 from trainkit_gka.workers import cores
 
 # How long a process waits for the others: one may compile, or read ahead in a stream, much longer than another.

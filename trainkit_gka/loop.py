@@ -13,7 +13,7 @@ from typing import Any
 
 from trainkit_gka import signals
 from trainkit_gka.checkpoint import Checkpoint, load_newest
-from trainkit_gka.cli import command_line, is_under_torchrun, leave_note
+from trainkit_gka.command import command_line, is_under_torchrun, write_note
 from trainkit_gka.distributed import Interrupted, Runtime, Stop, running
 from trainkit_gka.files import locked
 from trainkit_gka.plan import show_plan
@@ -135,7 +135,7 @@ def print_stopped(trainer: Trainer) -> int:
     runtime.print(f"stopped at {where}, {saved}; continue with: {command_line()}")
     code = 0 if step == config.stop_after else config.stopped_code
     if runtime.is_first_here:
-        leave_note("", code)
+        write_note("", code)
     return 0 if is_under_torchrun() else code
 
 

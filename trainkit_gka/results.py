@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from trainkit_gka.cli import command_line
+from trainkit_gka.command import command_line
 from trainkit_gka.progress import finite, read_lines
 
 PROJECT = Path(__file__).resolve().parents[1]

@@ -18,7 +18,7 @@ from pathlib import Path
 from types import FrameType
 
 from trainkit_gka import signals
-from trainkit_gka.cli import LAST_ERROR, SHUTDOWN_TIMEOUT, STORE_SWITCH, UserError
+from trainkit_gka.command import LAST_ERROR, MISTAKE, SHUTDOWN_TIMEOUT, STORE_SWITCH
 
 # Seconds for a step and a save after SIGTERM or Ctrl-C; torchrun's own 30 may be too few.
 SETTINGS = {STORE_SWITCH: "1", SHUTDOWN_TIMEOUT: "300"}
@@ -67,14 +67,14 @@ def main(words: Sequence[str]) -> int:
         except ChildFailedError as failed:
             codes = {failure.exitcode for failure in failed.failures.values()}
             message, code = _read(note)
-            if code in {UserError.code, *codes}:  # a mistake counts also where its process was ended before it exited
+            if code in {MISTAKE, *codes}:  # a mistake counts also where its process was ended before it exited
                 return _print(message, code)
             if codes <= STOPPED:
                 return max(128 - code if code < 0 else code for code in codes)
             raise
         except api.SignalException as signalled:  # from outside, or a command whose mistake must not be tried again
             message, code = _read(note)
-            if code is not None and (not message or code == UserError.code):
+            if code is not None and (not message or code == MISTAKE):
                 return _print(message, code)
             return 128 + signalled.sigval
         message, code = _read(note)

@@ -14,7 +14,8 @@ from deit_gka.data.batch import Batch, Images, join
 from deit_gka.data.order import UNIT, Key
 from deit_gka.data.sources import Source, Stream
 from trainkit_gka import workers
-from trainkit_gka.cli import Bounds, PassingFault, command_line
+from trainkit_gka.cli import Bounds, PassingFault
+from trainkit_gka.command import command_line
 from trainkit_gka.distributed import Runtime, keep_freed_memory
 
 MAX_WORKERS = 16

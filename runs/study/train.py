@@ -36,7 +36,8 @@ from nanochat_gka.model.accounting import flops_per_token, meta_model
 from nanochat_gka.model.config import ModelFlags
 from nanochat_gka.training.optim import OptimConfig
 from trainkit_gka import signals
-from trainkit_gka.cli import Bounds, UserError, as_typed, run
+from trainkit_gka.cli import Bounds, UserError, run
+from trainkit_gka.command import as_typed
 from trainkit_gka.files import locked, read_json, write_json
 from trainkit_gka.progress import clock_text, console, progress_bar, read_events, read_lines
 from trainkit_gka.results import append_line, date_of, git_commit, read_results

@@ -18,7 +18,7 @@ import tiny
 from gpt_runs import events, log_steps
 from processes import HANG_AFTER, descendants, environment
 from sources import ROOT
-from trainkit_gka.cli import SHUTDOWN_TIMEOUT
+from trainkit_gka.command import SHUTDOWN_TIMEOUT
 from trainkit_gka.torchrun import SETTINGS
 
 FOLDER = ROOT / "runs/slurm"

@@ -24,14 +24,13 @@ from trainkit_gka.cli import (
     Seed,
     UserError,
     _field_docs,
-    as_typed,
     check_bounds,
-    command_line,
     flag_of,
     is_network,
     parse,
     run,
 )
+from trainkit_gka.command import as_typed, command_line
 
 CONFIGS = {
     "nanochat_gka.train": "TrainConfig",

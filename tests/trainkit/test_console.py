@@ -31,7 +31,7 @@ def test_every_script_names_a_module_that_is_a_command():
 def test_a_script_names_itself_where_a_run_is_continued(tmp_path):
     """As a console script starts, up to the module, which here prints its command."""
     (tmp_path / "says").mkdir()
-    (tmp_path / "says/it.py").write_text("from trainkit_gka.cli import command_line\nprint(command_line())\n")
+    (tmp_path / "says/it.py").write_text("from trainkit_gka.command import command_line\nprint(command_line())\n")
     (tmp_path / "gka-pack").write_text(
         f"#!{sys.executable}\nimport sys\nsys.path.insert(0, {str(tmp_path)!r})\n"
         "from importlib.metadata import EntryPoint\nfrom trainkit_gka import console\n"

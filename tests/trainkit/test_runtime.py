@@ -13,7 +13,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 import tiny
 from trainkit_gka import results
-from trainkit_gka.cli import PassingFault, UserError, command_line
+from trainkit_gka.cli import PassingFault, UserError
+from trainkit_gka.command import command_line
 from trainkit_gka.distributed import Runtime, setup
 from trainkit_gka.exports import CONFIG, export_folder
 from trainkit_gka.files import atomic, atomic_folder, locked, read_json, remove_stale_temporaries, write_json

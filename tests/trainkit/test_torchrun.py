@@ -11,15 +11,15 @@ from torch.distributed import run
 
 from processes import environment
 from sources import ROOT
-from trainkit_gka.cli import OUR_TORCHRUN as OURS
-from trainkit_gka.cli import as_typed
+from trainkit_gka.command import OUR_TORCHRUN as OURS
+from trainkit_gka.command import as_typed
 from trainkit_gka.torchrun import SETTINGS, on_one_machine
 
 SCRIPT = """
 import sys
 from dataclasses import dataclass
 
-from trainkit_gka import cli
+from trainkit_gka import cli, command
 
 @dataclass
 class Command:
@@ -28,7 +28,7 @@ class Command:
 
 def main(config):
     with open(config.log, "a") as log:
-        print(cli.command_line(), file=log)
+        print(command.command_line(), file=log)
     raise getattr(cli, config.fails)("it failed")
 
 cli.run(main, Command)

@@ -1,0 +1,108 @@
+"""The command that started this process: the words that one types to start it again, and its end.
+
+Under `trainkit_gka.torchrun` a process writes its error into a note, which torchrun prints as its last line.
+"""
+
+import json
+import os
+import shlex
+import shutil
+import signal
+import sys
+import time
+
+MISTAKE = 2  # the exit code of a user's mistake, which torchrun need not try again
+OUR_TORCHRUN = "trainkit_gka.torchrun"
+TORCHRUN = ("torchrun", "torch.distributed.run", OUR_TORCHRUN)
+# Set by `trainkit_gka.torchrun`: the file in which a process writes the error that torchrun prints last.
+LAST_ERROR = "GKA_LAST_ERROR"
+# Read by torchrun: 1 gives restarted workers a new store. With the old one they meet dead peers' addresses and hang.
+STORE_SWITCH = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
+# Read by torchrun: the seconds after a signal in which processes finish their step and save.
+SHUTDOWN_TIMEOUT = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
+
+
+def is_distributed() -> bool:
+    return int(os.environ.get("WORLD_SIZE", "1")) > 1
+
+
+def fail(message: str, code: int = MISTAKE) -> None:
+    """Exit with `code` after `message`; an empty one is printed already."""
+    if os.environ.get("RANK", "0") != "0":
+        time.sleep(3)  # rank 0 prints the same and ends everyone; this rank prints only if it is alone
+    under_torchrun = write_note(message, code)
+    if message and not (under_torchrun and code == MISTAKE):  # which is not tried again, so torchrun prints it once
+        print(f"error: {message}", file=sys.stderr)
+    end(code)
+
+
+def write_note(message: str, code: int) -> bool:
+    """Write for `trainkit_gka.torchrun` with which message and code to end; an empty message is not printed.
+
+    Returns whether it started this process.
+    """
+    if note := os.environ.get(LAST_ERROR):
+        with open(f"{note}.{os.getpid()}", "w") as file:
+            json.dump({"message": message, "code": code}, file)
+        os.replace(file.name, note)
+    return bool(note)
+
+
+def end(code, at_once: bool = False) -> None:
+    """End the process, at once if it is one of several: a thread of gloo's may ask for the interpreter while that
+    closes down, and then aborts. After a user's mistake, end a torchrun that would try it again.
+    """
+    if code == MISTAKE and int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")) and _torchrun_line():
+        sys.stdout.flush()
+        os.kill(os.getppid(), signal.SIGTERM)
+    if (at_once or is_distributed()) and isinstance(code, int):
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    sys.exit(code)
+
+
+def as_typed(program: str) -> str:
+    """A program as one types it here: by its name if the shell finds it so, else by its path, relative if below."""
+    name, path = os.path.basename(program), os.path.abspath(program)
+    if name == program or shutil.which(name) == path:
+        return name
+    near = os.path.relpath(path)
+    return path if near.startswith(os.pardir) else near if os.sep in near else os.path.join(os.curdir, near)
+
+
+def program() -> list[str]:
+    """The words before the flags that started this process: `python -m module`, or an installed command."""
+    words = sys.orig_argv[: len(sys.orig_argv) - len(sys.argv) + 1]
+    if len(words) > 1 and os.access(words[1], os.X_OK):  # a script that names its interpreter
+        del words[0]
+    return [as_typed(words[0]), *words[1:]]
+
+
+def command_line() -> str:
+    """The command this process was started with, as one would type it; that of torchrun's processes is torchrun's."""
+    return _torchrun_line() or shlex.join([*program(), *sys.argv[1:]])
+
+
+def is_under_torchrun() -> bool:
+    """Whether torchrun started this process."""
+    return "TORCHELASTIC_RUN_ID" in os.environ
+
+
+def _torchrun_line() -> str:
+    """The command of the torchrun that started this process; empty if it is unknown or something else did."""
+    if not is_under_torchrun():
+        return ""
+    import psutil
+
+    try:
+        words = psutil.Process(os.getppid()).cmdline()
+    except psutil.Error:  # it has ended, or is another user's
+        return ""
+    start = next((i for i, word in enumerate(words) if os.path.basename(word) in TORCHRUN), None)
+    if start is None:
+        return ""
+    first, *flags = words if words[start - 1] == "-m" else words[start:]  # a module of Python, or a script
+    names = () if OUR_TORCHRUN in words else (STORE_SWITCH, SHUTDOWN_TIMEOUT)
+    settings = [f"{name}={os.environ[name]}" for name in names if name in os.environ]
+    return shlex.join([*settings, as_typed(first), *flags])
