@@ -1,12 +1,12 @@
-"""Pictures: figures drawn without a display. Matplotlib is imported when the first one is begun."""
+"""Figures drawn without a display. Matplotlib is imported when the first one is made."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-# Okabe and Ito's colours, which people tell apart who see red and green alike; their yellow is too pale on white. They
-# are for things that are compared, such as models; heads and layers have `shades`.
+# Okabe and Ito's colours, which colour-blind people can tell apart, without their yellow, which is too pale on white.
+# They are for things that are compared, such as models; heads and layers have `shades`.
 BLACK, GREY, SKY, BLUE = "#000000", "#8c8c8c", "#56b4e9", "#0072b2"
 GREEN, ORANGE, VERMILION, PURPLE = "#009e73", "#e69f00", "#d55e00", "#cc79a7"
 
@@ -18,16 +18,16 @@ IN_THE_DARK = dict.fromkeys(("figure.facecolor", "axes.facecolor", "savefig.face
 
 @dataclass(frozen=True)
 class Figure:
-    """A picture in a file, and what a page needs to show it to everybody."""
+    """A picture in a file, with its title, caption and numbers for a page."""
 
     path: Path  # the PNG; a PDF may be beside it
     title: str
     caption: str  # model, weights, image, and how to read the picture
-    rows: Sequence[dict[str, Any]] = field(default_factory=list)  # the numbers drawn: every row has the same columns
+    rows: Sequence[dict[str, Any]] = field(default_factory=list)  # the numbers drawn; all rows have the same columns
 
     @property
     def alt(self) -> str:
-        """The picture in words, in one line: its title, and what its numbers are."""
+        """The text for readers who cannot see the picture: its title and the columns of its numbers, in one line."""
         columns = f"; a table gives {', '.join(self.rows[0])}" if self.rows else ""
         return f"{self.title}. {self.caption.split('. ')[0].rstrip('.')}{columns}."
 
@@ -60,7 +60,7 @@ def subplots(
     squeeze: bool = True,
     sharey: bool = False,
 ):
-    """A figure of `figsize` inches and its axes, as pyplot's function of this name gives them."""
+    """A figure of `figsize` inches and its axes, like pyplot's function of this name."""
     from matplotlib.figure import Figure  # pyplot would need a backend chosen and every figure closed
 
     figure = Figure(figsize=figsize)
@@ -68,14 +68,14 @@ def subplots(
 
 
 def save(figure, path: Path, dpi: int = 120) -> Path:
-    """Write `figure`, its parts moved so that none overlap, to `path`. Returns the path."""
+    """Write `figure` with a tight layout to `path`. Returns the path."""
     figure.tight_layout()
     figure.savefig(path, dpi=dpi)
     return path
 
 
 def shades(count: int) -> list[str]:
-    """Colours of heads or layers in order, from dark to light. Forms of attention have others: runs/figures.py."""
+    """Colours of heads or layers in order, from dark to light."""
     from matplotlib import colormaps
     from matplotlib.colors import to_hex
 

@@ -11,9 +11,9 @@ from trainkit_gka.plots import shades
 def heat_map(
     figure, axis, values: np.ndarray, title: str, norm: Normalize | None = None, names: Sequence[str] = ()
 ) -> None:
-    """Heads down, layers across, the values written into the cells. values: (L, H); NaN is grey.
+    """Heads down, layers across, with the values as text. values: (L, H); NaN is grey.
 
-    norm: a scale that several maps share. names: of the rows, instead of their numbers.
+    norm: a scale for several maps. names: of the rows, instead of their numbers.
     """
     norm = Normalize(np.nanmin(values), np.nanmax(values)) if norm is None else norm
     picture = axis.imshow(values.T, norm=norm, cmap="YlOrRd", aspect="auto")
@@ -34,13 +34,13 @@ def heat_map(
 
 
 def in_cell(value: float) -> str:
-    """A number of at least 0 with three digits that count, but never more than three after the point."""
+    """A number of at least 0 with three significant digits, at most three of them after the point."""
     decimals = 2 - int(np.floor(np.log10(max(value, 0.1))))
     return f"{value:.{max(0, decimals)}f}"
 
 
 def lines(axis, values: np.ndarray, title: str, label: str, spread: tuple | None = None, names: str = "head") -> None:
-    """A line for every head over depth. values: (L, H). spread: lower and upper edge of bands, (L, H) each."""
+    """A line per head over depth. values: (L, H). spread: the lower and upper edge of a band, (L, H) each."""
     layers = range(1, len(values) + 1)
     for head, (line, colour) in enumerate(zip(values.T, shades(values.shape[1]))):
         axis.plot(layers, line, marker="o", markersize=4, color=colour, label=f"{names} {head + 1}")

@@ -1,4 +1,4 @@
-"""Numbers that say in short what a matrix W of weights, whose rows sum to 1, does."""
+"""Measures of a matrix W of attention weights, whose rows sum to 1."""
 
 from collections.abc import Sequence
 
@@ -12,7 +12,7 @@ def by_head(layers: Sequence[torch.Tensor | None], num_heads: int) -> np.ndarray
 
 
 def diagonal_mass(weights: torch.Tensor) -> torch.Tensor:
-    """The mean weight that a token gives itself, (..., N, N) -> (...)."""
+    """The mean of W_ii, the weight of a token for itself, (..., N, N) -> (...)."""
     return weights.diagonal(dim1=-2, dim2=-1).mean(-1)
 
 
@@ -22,12 +22,12 @@ def entropy(rows: torch.Tensor) -> torch.Tensor:
 
 
 def effective_tokens(weights: torch.Tensor) -> torch.Tensor:
-    """exp(entropy) of a row, the mean over rows: 1 for the identity, N for uniform W. (..., N, N) -> (...)."""
+    """The mean over rows of exp(entropy): 1 for the identity, N for uniform W. (..., N, N) -> (...)."""
     return entropy(weights).exp().mean(-1)
 
 
 def median_distance(features: torch.Tensor) -> torch.Tensor:
-    """The median of |x_i - x_j| over the pairs of different tokens, by head: (N, H, D) -> (H,)."""
+    """The median of |x_i - x_j| over pairs i < j, per head: (N, H, D) -> (H,)."""
     heads = features.transpose(0, 1)
     pairs = torch.ones(heads.shape[1], heads.shape[1]).triu(1).bool()
     return torch.cdist(heads, heads)[:, pairs].median(-1).values

@@ -1,4 +1,4 @@
-"""What pictures of matrices share: contact sheets with a caption, colour scales, PNG and PDF files."""
+"""Sheets of pictures of matrices: a grid with title and caption, colour scales, PNG and PDF files."""
 
 import textwrap
 from pathlib import Path
@@ -27,9 +27,10 @@ def sheet(
     margins: tuple[float, float, float, float] = (0.6, 0.2, 0.7, 0.2),
     gaps: tuple[float, float] = (0.06, 0.06),
 ):
-    """A figure and its axes, (rows, columns), in inches: cells of (width, height) with `gaps` (across, down) between.
+    """A figure and its axes, (rows, columns). All sizes are inches.
 
-    margins: left, right, top, bottom. The caption is below, as many lines as it needs.
+    cell: width, height. margins: left, right, top, bottom. gaps: between cells, across and down. The caption is below,
+    in as many lines as it needs.
     """
     left, right, top, bottom = margins
     width = left + columns * cell[0] + (columns - 1) * gaps[0] + right
@@ -40,24 +41,24 @@ def sheet(
     figure.subplots_adjust(
         left / width, bottom / height, 1 - right / width, 1 - top / height, gaps[0] / cell[0], gaps[1] / cell[1]
     )
-    words = dict(parse_math=False)  # a text may have two dollar signs
+    words = dict(parse_math=False)  # two dollar signs in a text are not mathematics
     figure.text(EDGE / width, 1 - EDGE / height, title, va="top", fontsize=11, fontweight="bold", **words)
     figure.text(EDGE / width, EDGE / height, "\n".join(lines), va="bottom", fontsize=8, linespacing=1.3, **words)
     return figure, axes
 
 
 def plain(name: str) -> str:
-    """A name for a label or title, in which Matplotlib would take two dollar signs for mathematics."""
+    """A name with its dollar signs escaped, between which Matplotlib would typeset mathematics."""
     return name.replace("$", r"\$")
 
 
 def caption_lines(caption: str, width: float) -> list[str]:
-    """The lines of a caption below a sheet of that many inches."""
+    """The lines of a caption below a sheet of `width` inches."""
     return textwrap.wrap(caption, int((width - 2 * EDGE) * CHARACTERS_PER_INCH))
 
 
 def caption_inches(lines: list[str]) -> float:
-    """How high the caption is; a page that has the words as text leaves out so much, and TITLE_INCHES."""
+    """The height of the caption; a page with the caption as text crops it from the picture, and TITLE_INCHES."""
     return EDGE + LINE_INCHES * len(lines)
 
 
@@ -75,7 +76,7 @@ def legend_beside(axis, like=None, title: str | None = None) -> None:
 
 
 def bare(axes, fontsize: int = 8) -> None:
-    """Take ticks and frames from axes that hold pictures."""
+    """Remove ticks and frames from axes that hold pictures."""
     for axis in np.asarray(axes).flat:
         axis.set(xticks=[], yticks=[])
         axis.spines[:].set_visible(False)
@@ -98,7 +99,7 @@ def scale(
     across: bool = False,
     cmap: str = CMAP,
 ):
-    """A colour bar at `place` (left, bottom, width, height), in parts of the axis `beside`. Returns it."""
+    """Add a colour bar at `place` (left, bottom, width, height), as fractions of the axis `beside`. Returns it."""
     from matplotlib.cm import ScalarMappable
 
     box = beside.get_position()
@@ -113,7 +114,7 @@ def scale(
 
 
 def scale_below(figure, norm, axis, inches: float, gap: float) -> None:
-    """A colour bar below `axis`, a picture `inches` high, with its two ends written at its ends."""
+    """Add a colour bar below `axis`, a picture `inches` high, labelled with its smallest and largest value."""
     bar = scale(figure, norm, axis, (0.04, -(gap + 0.05) / inches, 0.92, 0.05 / inches), across=True)
     bar.minorticks_off()
     bar.set_ticks([norm.vmin, norm.vmax], labels=[f"{norm.vmin:.2g}", f"{norm.vmax:.2g}"], fontsize=6.5)
@@ -122,25 +123,25 @@ def scale_below(figure, norm, axis, inches: float, gap: float) -> None:
 
 
 def linear(values: torch.Tensor) -> Normalize:
-    """A scale over the range of `values`, which is made wider where they are all the same."""
+    """A scale over the range of `values`, widened if they are all equal."""
     least, most = float(values.min()), float(values.max())
     return Normalize(least, most if most > least else least + 1e-12, clip=True)
 
 
 def from_zero(values: torch.Tensor) -> Normalize:
-    """A scale from 0 to the largest of `values`, so that what is nearly flat looks flat."""
+    """A scale from 0 to the largest of `values`, so that a nearly constant map looks constant."""
     return Normalize(0, max(float(values.max()), 1e-12), clip=True)
 
 
 def logarithmic(values: torch.Tensor, decades: float = 4) -> LogNorm:
-    """A logarithmic scale up to the largest of `values`, over at most so many decades."""
+    """A logarithmic scale up to the largest of `values`, over at most `decades` powers of ten."""
     most = max(float(values.max()), 1e-30)
     least = max(float(values.min()), most * 10**-decades)
     return LogNorm(min(least, most * 0.999), most, clip=True)
 
 
 def coloured(values: torch.Tensor, norm, cmap: str = CMAP) -> np.ndarray:
-    """A map as bytes of red, green and blue."""
+    """A map as bytes of red, green and blue, (..., 3)."""
     return np.uint8(np.rint(255 * colormaps[cmap](norm(values.numpy()))[..., :3]))
 
 
