@@ -1,15 +1,15 @@
-"""Put GKA into a checkout of upstream nanochat or DeiT, show what that changes, and take it out again. Needs git alone.
+"""Insert GKA into a checkout of upstream nanochat or DeiT, show the difference, and remove it again. Needs only git.
 
     python patches/apply.py vendor                            clone both at their commits into vendor/
     python patches/apply.py apply                             insert the lines
     python patches/apply.py diff                              show the difference from the commit, and lines per file
-    python patches/apply.py reverse                           take the lines out
-    python patches/apply.py apply nanochat --tree ~/nanochat  do the same to a checkout of your own
+    python patches/apply.py reverse                           remove the lines
+    python patches/apply.py apply nanochat --tree ~/nanochat  do the same in another checkout
 
-`vendor` takes a checkout, a bare repository or a folder of files instead of the network if NANOCHAT_SRC or DEIT_SRC
-names one. The patches have no context lines, so git would insert their lines by number, whatever is around them. They
-are therefore applied to the files that they were made for, which the tree's history has, and the difference, which has
-context, is what `git apply` inserts into the tree: all of it or, if a line has no place, nothing.
+If NANOCHAT_SRC or DEIT_SRC names a checkout, a bare repository or a folder of files, `vendor` takes that instead of the
+network. The patches have no context lines, and git would insert such lines by number alone. They are therefore applied
+to the versions of the files for which they were made, taken from the tree's history; the resulting diff, with context,
+is what `git apply` inserts into the tree: all lines, or none if a line does not fit.
 """
 
 import argparse
@@ -31,21 +31,21 @@ NO_CONFIG = {"GIT_CONFIG_GLOBAL": os.devnull, "GIT_CONFIG_NOSYSTEM": "1"}
 
 
 class PatchError(Exception):
-    """Something the user can mend; the message says what to do."""
+    """An error that the user can correct; the message says how."""
 
 
 @functools.cache
 def environment() -> dict[str, str]:
-    """This process's environment without the variables by which git, in a hook, names the repository of the hook."""
+    """The environment without the variables by which git names a hook's repository."""
     command = ["git", "rev-parse", "--local-env-vars"]
     local = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
     return {name: value for name, value in os.environ.items() if name not in local}
 
 
 def git(*arguments: str | Path, at: Path, stdin: bytes = b"", **variables: str) -> bytes:
-    """What git prints for the repository in `at` itself, not for one around it.
+    """The output of git for the repository in `at`, never for one around it.
 
-    variables: more of its environment. Raises PatchError with git's complaints in one line.
+    variables: added to the environment. Raises PatchError with git's errors in one line.
     """
     settings = {**environment(), "GIT_CEILING_DIRECTORIES": str(at.resolve().parent), **variables}
     done = subprocess.run(["git", "-C", at, *arguments], env=settings, input=stdin, capture_output=True)
@@ -63,7 +63,7 @@ def commit_of(tree: Path) -> str:
 
 @dataclass(frozen=True)
 class Upstream:
-    """One section of the file UPSTREAM. source: the environment variable that names what to clone or copy instead."""
+    """One section of the file UPSTREAM. source: the environment variable that names another source than the network."""
 
     name: str
     repository: str
@@ -72,7 +72,7 @@ class Upstream:
     patches: list[Path]
 
     def files(self) -> dict[str, str]:
-        """The files that the patches change, and the git id of the content that the first patch of each is for."""
+        """The files that the patches change, with the git id of each file before its first patch."""
         return dict(reversed([header for patch in self.patches for header in HEADER.findall(patch.read_text())]))
 
 
@@ -89,7 +89,7 @@ def read_upstream() -> dict[str, Upstream]:
 
 
 def changed_files(upstream: Upstream, tree: Path) -> list[str]:
-    """The files that the tree's commit has in another version than the patches are for. Raises PatchError."""
+    """The patched files whose version in the tree's commit is not the one before the patches. Raises PatchError."""
     if not tree.is_dir():
         raise PatchError("there is no such folder: run `make vendor`, or give --tree")
     listing = git("ls-tree", "-r", "HEAD", at=tree).decode().splitlines()
@@ -98,7 +98,7 @@ def changed_files(upstream: Upstream, tree: Path) -> list[str]:
 
 
 def with_context(upstream: Upstream, tree: Path) -> bytes:
-    """The patches as one diff with context. Raises PatchError if the tree's history lacks a file that they are for."""
+    """The patches as one diff with context. Raises PatchError if the tree's history lacks a file before the patches."""
     with TemporaryDirectory() as name:
         folder = Path(name)
         git("init", "--quiet", at=folder, **NO_CONFIG)
@@ -114,23 +114,23 @@ def with_context(upstream: Upstream, tree: Path) -> bytes:
         git("apply", "--unidiff-zero", *upstream.patches, at=folder, **NO_CONFIG)
         git("add", "--all", "--intent-to-add", at=folder, **NO_CONFIG)
         diff = git("diff", "--full-index", at=folder, **NO_CONFIG)
-        return re.sub(rb"(?m)^(index \S+) \d+$", rb"\1", diff)  # without the modes of these files: the tree's stay
+        return re.sub(rb"(?m)^(index \S+) \d+$", rb"\1", diff)  # without file modes: those of the tree stay
 
 
 class Patching:
-    """The patches of an upstream, and a tree that they go into or come out of."""
+    """The patches of an upstream, and a tree into which they are inserted or from which they are removed."""
 
     def __init__(self, upstream: Upstream, tree: Path):
         self.tree, self.changed = tree, changed_files(upstream, tree)
         self.paths, self.diff = list(upstream.files()), with_context(upstream, tree)
-        # Another version may have other lines around the place; one on each side has to be the same.
+        # In another version one line of context on each side must match.
         self.command = ["apply", "--whitespace=nowarn", *(["-C1"] if self.changed else [])]
 
     def run(self, paths: list[str], *flags: str) -> None:
         git(*self.command, *flags, *(f"--include={path}" for path in paths), at=self.tree, stdin=self.diff)
 
     def fits(self, path: str, *direction: str) -> bool:
-        """Whether the patches of one file can be applied or, with "--reverse", be taken out."""
+        """Whether the patches of one file can be applied or, with "--reverse", removed."""
         try:
             self.run([path], "--check", *direction)
         except PatchError:
@@ -138,7 +138,7 @@ class Patching:
         return True
 
     def is_in(self) -> bool:
-        """Whether a file of the tree has its patches, or half of their lines: more than other changes would write."""
+        """Whether a file of the tree has its patches, or at least half of their lines, as after edits."""
         for part in self.diff.split(b"diff --git a/")[1:]:
             path = part.split(b" b/", 1)[0].decode()
             file, inserted = self.tree / path, {line.strip() for line in re.findall(rb"(?m)^\+(?!\+\+ )(.*\S)", part)}
@@ -148,7 +148,7 @@ class Patching:
         return False
 
     def change(self, paths: list[str], *direction: str) -> None:
-        """Apply, or with "--reverse" take out, the patches of `paths`: all of them or, with a PatchError, none."""
+        """Apply, or with "--reverse" remove, the patches of `paths`: all of them, or none with a PatchError."""
         with TemporaryDirectory() as name:
             copies = {self.tree / path: Path(name) / str(number) for number, path in enumerate(paths)}
             present = [file for file in copies if file.is_file()]
@@ -166,7 +166,7 @@ class Patching:
 
 
 def apply(upstream: Upstream, tree: Path, merge: bool) -> None:
-    """Insert the patches' lines. Raises PatchError, with nothing written, if one has no place or needs `merge`."""
+    """Insert the patches' lines. Raises PatchError, with nothing written, if one does not fit or needs `merge`."""
     patching = Patching(upstream, tree)
     paths = [path for path in patching.paths if not patching.fits(path, "--reverse")]
     if not paths:
@@ -191,7 +191,7 @@ def apply(upstream: Upstream, tree: Path, merge: bool) -> None:
 
 
 def reverse(upstream: Upstream, tree: Path) -> None:
-    """Take the patches' lines out. Raises PatchError, with nothing written, if they have been changed."""
+    """Remove the patches' lines. Raises PatchError, with nothing written, if they have been edited."""
     patching = Patching(upstream, tree)
     if not patching.is_in():
         print(f"{tree}: not patched")
@@ -206,7 +206,7 @@ def reverse(upstream: Upstream, tree: Path) -> None:
 
 
 def show(upstream: Upstream, tree: Path) -> None:
-    """Print how the patched files differ from the tree's commit, then the lines inserted in each."""
+    """Print the diff of the patched files against the tree's commit, then the number of lines inserted in each."""
     new = [path for path, blob in upstream.files().items() if blob == NO_FILE and (tree / path).exists()]
     with TemporaryDirectory() as folder:
         index = {"GIT_INDEX_FILE": os.path.join(folder, "index")}  # git diff shows new files that the index knows
@@ -219,7 +219,7 @@ def show(upstream: Upstream, tree: Path) -> None:
 
 
 def vendor(upstream: Upstream, tree: Path) -> None:
-    """Make `tree` a checkout of the commit, from the source that the environment names or else from the network."""
+    """Make `tree` a checkout of the commit, from the source named by the environment, else from the network."""
     if tree.exists():
         if changed_files(upstream, tree):
             raise PatchError(f"this is not {upstream.name} at {upstream.commit[:12]}: delete it, and run this again")
@@ -238,7 +238,7 @@ def vendor(upstream: Upstream, tree: Path) -> None:
 
 
 def clone(upstream: Upstream, source: str, fresh: Path) -> None:
-    """Clone a repository, which has to have the commit. Raises PatchError."""
+    """Clone a repository that has the commit. Raises PatchError."""
     try:
         git("clone", "--quiet", "--no-checkout", "-c", "core.autocrlf=false", "--", source, "tree", at=fresh.parent)
         git("checkout", "--quiet", "--detach", upstream.commit, at=fresh)
@@ -248,7 +248,7 @@ def clone(upstream: Upstream, source: str, fresh: Path) -> None:
 
 
 def copy(upstream: Upstream, source: Path, fresh: Path) -> None:
-    """Copy a folder without git and commit it, so that the commit is not upstream's. Raises PatchError."""
+    """Copy a folder without git and commit its files, which gives another commit than upstream's. Raises PatchError."""
     shutil.copytree(source, fresh, symlinks=True, ignore=shutil.ignore_patterns(".venv", "__pycache__"))
     git("init", "--quiet", at=fresh, **NO_CONFIG)
     git("config", "core.autocrlf", "false", at=fresh)

@@ -216,27 +216,6 @@ def test_several_gpus_move_the_presets_parameters_as_one_does(tree, tmp_path):
     assert {name.rpartition("attn.")[2] for name in names.split()} >= {"log_sigma", "channel_log_scales", "head_gate"}
 
 
-def test_older_patched_checkpoint_keeps_its_form(tree, base):
-    """Those mixed normalised values, which their checkpoints do not say; they are evaluated and resumed as that."""
-    at, forms = tree("nanochat"), ("--attention", "gka", "--gka-values", "normalised")
-    pretrain(at, base, "earlier", *forms)
-    folder, bpb = base / "base_checkpoints" / "earlier", {}
-    for step in ("000003", "000006"):
-        meta = json.loads((folder / f"meta_{step}.json").read_text())
-        for form in ("rotated", "normalised", None):
-            meta["model_config"]["gka_values"] = form
-            if form is None:
-                del meta["model_config"]["gka_values"]
-            (folder / f"meta_{step}.json").write_text(json.dumps(meta))
-            if step == "000006":
-                bpb[form] = re.search(r"val bpb: ([\d.]+)", evaluate(at, base, "earlier", "bpb"))[1]
-    assert bpb["normalised"] == bpb[None] != bpb["rotated"]
-    assert load_upstream(folder).config.gka_values == "normalised"
-    with pytest.raises(AssertionError, match="the checkpoint has --gka-values 'normalised', not 'rotated'"):
-        pretrain(at, base, "earlier", "--attention", "gka", "--resume-from-step", 3)
-    assert losses(pretrain(at, base, "earlier", *forms, "--resume-from-step", 3))
-
-
 @pytest.mark.parametrize("form", [{"attention": "gka"}, PRESET], ids=["paper", "preset"])
 def test_nanochats_engine_generates_what_the_model_does(tree, base, tmp_path, form):
     """Greedily, past both windows, and several samples at once."""
