@@ -1,4 +1,4 @@
-"""Vision runs that are killed, stopped or damaged go on where they were, to the bit, on any number of processes."""
+"""Vision runs that resume in half precision, with other models, ranks or places of the data, or are refused."""
 
 import json
 import re
@@ -21,10 +21,6 @@ from vision_runs import (
     steps_of,
     train,
 )
-
-
-def names_in(folder):
-    return sorted(path.name for path in folder.iterdir())
 
 
 def test_a_run_without_an_average_in_half_precision_resumes(pictures, tmp_path):

@@ -1,4 +1,4 @@
-"""Language runs that are killed, stopped or older go on where they were, to the bit."""
+"""Language runs of other forms and rows resume, or are refused."""
 
 import json
 
