@@ -112,10 +112,10 @@ def test_lines_go_in_are_shown_and_come_out(project, source):
     assert patched["lib/new.py"] == b"new = 1\n" and patched["README"] == before["README"]
     assert (tree / "train.py").stat().st_mode & 0o777 == 0o755
 
-    shown = call(project, "diff")
-    assert "\n+import new\n" in shown and "\n-" not in shown.replace("\n--- ", "\n")
-    assert re.search(r"lib/model.py +\| +3 \+\+\+\n", shown) and "create mode 100644 lib/new.py" in shown
-    assert "3 files changed, 5 insertions(+)\n" in shown
+    difference = call(project, "diff")
+    assert "\n+import new\n" in difference and "\n-" not in difference.replace("\n--- ", "\n")
+    assert re.search(r"lib/model.py +\| +3 \+\+\+\n", difference) and "create mode 100644 lib/new.py" in difference
+    assert "3 files changed, 5 insertions(+)\n" in difference
 
     assert "taken out of 3 files" in call(project, "reverse") and "not patched" in call(project, "reverse")
     assert files(tree) == before and git(tree, "status", "--porcelain") == ""
@@ -132,11 +132,11 @@ def test_a_later_version_with_the_same_files_is_patched_and_shown_without_its_in
 
 @pytest.mark.parametrize("kind", ["bare", "unpacked"])
 def test_a_bare_repository_and_a_folder_are_sources(project, source, unpacked, kind):
-    given = source.parent / kind
+    origin = source.parent / kind
     if kind == "bare":
-        git(source, "clone", "-q", "--bare", source, given)
-    call(project, "vendor", src=given)
-    assert "already there" in call(project, "vendor", src=given)
+        git(source, "clone", "-q", "--bare", source, origin)
+    call(project, "vendor", src=origin)
+    assert "already there" in call(project, "vendor", src=origin)
     call(project, "apply")
     assert b"import new" in files(project / "vendor" / "small")["lib/model.py"]
     call(project, "reverse")
@@ -151,8 +151,8 @@ def test_other_sources_are_refused(project, source, unpacked):
     git(other, "init", "-q")
     (other / "a").write_text("a")
     commit(other)
-    for given in (other, source.parent / "missing", None):
-        message = call(project, "vendor", src=given, code=2)
+    for origin in (other, source.parent / "missing", None):
+        message = call(project, "vendor", src=origin, code=2)
         assert "cannot get" in message and "set SMALL_SRC to a folder or repository that has it" in message
     assert list((project / "vendor").iterdir()) == []
 
@@ -262,8 +262,8 @@ def test_repository_of_the_environment_stays_unchanged(project, source, unpacked
     (mine / "a").write_text("a")
     head = commit(mine)
     hook = {"GIT_DIR": str(mine / ".git"), "GIT_INDEX_FILE": str(mine / ".git" / "index")}
-    for given in (unpacked, source):
-        call(project, "vendor", src=given, **hook)
+    for origin in (unpacked, source):
+        call(project, "vendor", src=origin, **hook)
         for action in ("apply", "diff"):
             call(project, action, **hook)
         assert git(mine, "rev-parse", "HEAD").strip() == head and git(mine, "status", "--porcelain") == ""
@@ -275,8 +275,8 @@ def test_the_users_git_settings_change_nothing(project, source, unpacked):
     settings = "[diff]\n noprefix\n context = 0\n external = false\n[apply]\n whitespace = fix\n[color]\n ui = always\n"
     settings += "[core]\n autocrlf = true\n hooksPath = /nowhere\n[commit]\n gpgsign = true\n"
     (project.parent / ".gitconfig").write_text(settings)
-    for given in (source, unpacked):
-        call(project, "vendor", src=given)
+    for origin in (source, unpacked):
+        call(project, "vendor", src=origin)
         call(project, "apply")
         assert files(project / "vendor" / "small")["lib/model.py"].decode() == PATCHED
         shutil.rmtree(project / "vendor")

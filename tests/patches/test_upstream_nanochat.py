@@ -54,9 +54,9 @@ def refusals(at, base, *commands):
     return re.findall("^refused: (.*)", printed, flags=re.M)
 
 
-def evaluate(at, base, tag, what):
+def evaluate(at, base, tag, kinds):
     """What base_eval prints: "bpb", or "sample,bpb"."""
-    command = ["-m", "scripts.base_eval", "--eval", what, "--model-tag", tag, "--split-tokens", 256]
+    command = ["-m", "scripts.base_eval", "--eval", kinds, "--model-tag", tag, "--split-tokens", 256]
     return run(at, *command, "--device-batch-size", 2, "--device-type", "cpu", NANOCHAT_BASE_DIR=str(base))
 
 
@@ -191,11 +191,11 @@ def test_nanochat_trains_samples_and_resumes_the_preset(tree, base):
     assert losses(pretrain(at, base, "best", *flags(PRESET), "--resume-from-step", 3))
     ours = ["head_offsets", "value_embeds", "channel_bandwidths", "head_gates"]
     resume = ["--model-tag", "best", "--resume-from-step", 3]
-    others = [flags({field: value for field, value in PRESET.items() if field != name}) for name in ours]
+    without_one = [flags({field: value for field, value in PRESET.items() if field != name}) for name in ours]
     assert refusals(
         at,
         base,
-        *([*other, *resume] for other in others),
+        *([*form, *resume] for form in without_one),
         flags({name: PRESET[name] for name in ours[2:]}),
         flags({**PRESET, "head_offsets": "P2"}),
     ) == [

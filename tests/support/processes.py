@@ -63,13 +63,13 @@ def _run(module: str, argv: list[str], environment: dict[str, str | None], outpu
         atexit._run_exitfuncs()  # which multiprocessing leaves out
 
 
-def _fork_in_place_of_exec(path: str, arguments: list[str], kept: list[int]) -> int:
+def _fork_in_place_of_exec(path: str, arguments: list[str], descriptors: list[int]) -> int:
     """Start `python -c` without starting Python."""
     pid = os.fork()
     if pid:
         return pid
     try:
-        ends = [2, *sorted(kept), os.sysconf("SC_OPEN_MAX")]
+        ends = [2, *sorted(descriptors), os.sysconf("SC_OPEN_MAX")]
         for low, high in itertools.pairwise(ends):
             os.closerange(low + 1, high)
         exec(arguments[-1], {})
@@ -117,11 +117,11 @@ class Running:
             port = free.getsockname()[1]
         group = {"WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
         context, argv = server(), [str(flag) for flag in flags]
-        given = {name: env.get(name) for name in {*os.environ, *env}} if env else {}
+        changed = {name: env.get(name) for name in {*os.environ, *env}} if env else {}
         self.processes = []
         for rank in range(ranks):
             places = {**group, "RANK": rank, "LOCAL_RANK": rank} if ranks > 1 else {}
-            variables = without_kernel() | given | {key: str(value) for key, value in places.items()}
+            variables = without_kernel() | changed | {key: str(value) for key, value in places.items()}
             arguments = (module, argv, variables, str(self.out), str(self.err))
             process = context.Process(target=_run, args=arguments)
             process.start()
@@ -186,33 +186,33 @@ def in_a_forked_child(compute, timeout: float = 60):
 
 
 def descendants(pid: int) -> list[int]:
-    found = []
+    pids = []
     with contextlib.suppress(OSError):
         for child in map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split()):
-            found += [child, *descendants(child)]
-    return found
+            pids += [child, *descendants(child)]
+    return pids
 
 
 def still_there(pids, seconds: float = 120) -> list[int]:
     """The processes that still run; none, sooner or later."""
     end = time.monotonic() + seconds
     while True:
-        left = []
+        running = []
         for pid in pids:
             with contextlib.suppress(OSError):
                 if Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] not in "ZX":
-                    left.append(pid)
-        if not left or time.monotonic() > end:
-            return left
+                    running.append(pid)
+        if not running or time.monotonic() > end:
+            return running
         time.sleep(0.02)
 
 
 @contextlib.contextmanager
 def signals_kept():
     """A trainer in this process sets handlers; take them back."""
-    kept = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
         yield
     finally:
-        for number, handler in kept.items():
+        for number, handler in handlers.items():
             signal.signal(number, handler)

@@ -36,9 +36,9 @@ def check_trains_as_in_bfloat16(
     ):
         for part in (*blocks(sharded), sharded):
             fully_shard(part, mp_policy=policy)
-        found = loss(sharded)
-        found.backward()
-        assert torch.equal(found, wanted)
+        value = loss(sharded)
+        value.backward()
+        assert torch.equal(value, wanted)
         for (name, p), q in zip(sharded.named_parameters(), plain.parameters(), strict=True):
             assert p.dtype == p.grad.dtype and torch.equal(p.grad.full_tensor().bfloat16(), q.grad), name
         named = {name: p for name, p in sharded.named_parameters() if name.endswith("log_sigma")}

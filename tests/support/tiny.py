@@ -97,8 +97,8 @@ def exit_code(main, config, *flags) -> int:
     """Of a command's function in this process."""
     try:
         run(main, config, [str(flag) for flag in flags])
-    except SystemExit as left:
-        return left.code
+    except SystemExit as end:
+        return end.code
     return 0
 
 
@@ -161,10 +161,10 @@ def wandb_text(folder: Path) -> bytes:
     (path,) = folder.glob("wandb/offline-run-*/*.wandb")
     data, place, text = path.read_bytes(), 7, b""
     while place + 7 <= len(data):
-        left, length = 2**15 - place % 2**15, int.from_bytes(data[place + 4 : place + 6], "little")
-        if left >= 7:
+        room, length = 2**15 - place % 2**15, int.from_bytes(data[place + 4 : place + 6], "little")
+        if room >= 7:
             text += data[place + 7 : place + 7 + length]
-        place += 7 + length if left >= 7 else left
+        place += 7 + length if room >= 7 else room
     return text
 
 

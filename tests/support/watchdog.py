@@ -31,20 +31,20 @@ def start() -> None:
 
 def started_by(runner: int) -> list[int]:
     """The processes that the tests of process `runner` started and that still run, whoever their parents are."""
-    mark, found = f"{PREFIX}{runner}=1".encode(), []
+    mark, pids = f"{PREFIX}{runner}=1".encode(), []
     for process in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):  # it has ended, or is another user's
             if mark in (process / "environ").read_bytes().split(b"\0"):
-                found.append(int(process.name))
-    return found
+                pids.append(int(process.name))
+    return pids
 
 
 def _watch(runner: int) -> None:
     handle = os.pidfd_open(runner)
     print("watching", flush=True)
     select.select([handle], [], [])
-    while found := started_by(runner):  # again, for what they started meanwhile
-        for pid in found:
+    while pids := started_by(runner):  # again: they may have started others meanwhile
+        for pid in pids:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
 

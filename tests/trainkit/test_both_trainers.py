@@ -78,21 +78,21 @@ def kind(request):
 
 
 def test_a_run_killed_at_random_ends_with_the_same_bits(kind, tmp_path):
-    whole, killed, rng = tmp_path / "whole", tmp_path / "killed", random.Random(7)
-    kind.train(whole)
+    uninterrupted, killed, rng = tmp_path / "uninterrupted", tmp_path / "killed", random.Random(7)
+    kind.train(uninterrupted)
     for step in sorted(rng.sample(range(3, kind.steps - 5), 2)):
         process = kind.train_until(killed, step)
         process.kill()
         assert process.processes[0].exitcode == -signal.SIGKILL
     assert "resuming at" in kind.train(killed).stdout
-    assert kind.runs.final(killed, kind.steps) == kind.runs.final(whole, kind.steps)
-    assert records(killed, "eval") == records(whole, "eval") != []
+    assert kind.runs.final(killed, kind.steps) == kind.runs.final(uninterrupted, kind.steps)
+    assert records(killed, "eval") == records(uninterrupted, "eval") != []
     assert steps_of(killed) == list(range(1, kind.steps + 1))
 
 
 def test_two_ranks_stopped_and_killed_end_with_the_same_bits_and_one_may_continue(kind, tmp_path):
-    whole, parts = tmp_path / "whole", tmp_path / "parts"
-    kind.train(whole, ranks=2)
+    uninterrupted, parts = tmp_path / "uninterrupted", tmp_path / "parts"
+    kind.train(uninterrupted, ranks=2)
     for number, step in ((signal.SIGTERM, 4), (signal.SIGKILL, kind.steps // 2)):
         process = kind.train_until(parts, step, ranks=2)
         workers = [pid for rank in process.processes for pid in descendants(rank.pid)]
@@ -106,8 +106,8 @@ def test_two_ranks_stopped_and_killed_end_with_the_same_bits_and_one_may_continu
         assert not still_there(workers)
     shutil.copytree(parts, tmp_path / "alone")
     assert "resuming at" in kind.train(parts, ranks=2).stdout
-    assert kind.runs.final(parts, kind.steps) == kind.runs.final(whole, kind.steps)
-    assert records(parts, "eval") == records(whole, "eval")
+    assert kind.runs.final(parts, kind.steps) == kind.runs.final(uninterrupted, kind.steps)
+    assert records(parts, "eval") == records(uninterrupted, "eval")
     kind.train(tmp_path / "alone")  # adds in another order
     assert steps_of(tmp_path / "alone") == list(range(1, kind.steps + 1))
 
@@ -123,8 +123,8 @@ EVALUATIONS = [  # the event, the flags, and which call of `rounds` is interrupt
 def test_an_evaluation_that_a_signal_interrupts_is_run_again(
     kind, event, more, call, tmp_path, monkeypatch, capsys, one_thread
 ):
-    whole, parts, rounds, calls = tmp_path / "whole", tmp_path / "parts", Runtime.rounds, []
-    assert kind.train_here(whole, *more) == 0
+    uninterrupted, parts, rounds, calls = tmp_path / "uninterrupted", tmp_path / "parts", Runtime.rounds, []
+    assert kind.train_here(uninterrupted, *more) == 0
 
     def interrupted(runtime, items, stop):
         calls.append(items)
@@ -141,9 +141,9 @@ def test_an_evaluation_that_a_signal_interrupts_is_run_again(
     assert f"stopped at {kind.module.Trainer.STEP} {step} of " in capsys.readouterr().out
     assert step not in [record["step"] for record in records(parts, event)]
     assert kind.train_here(parts, *more) == 0
-    assert records(parts, event) == records(whole, event) and step in [r["step"] for r in records(parts, event)]
-    last = steps_of(whole)[-1]
-    assert kind.runs.final(parts, last) == kind.runs.final(whole, last)
+    assert records(parts, event) == records(uninterrupted, event) and step in [r["step"] for r in records(parts, event)]
+    last = steps_of(uninterrupted)[-1]
+    assert kind.runs.final(parts, last) == kind.runs.final(uninterrupted, last)
 
 
 # Flags

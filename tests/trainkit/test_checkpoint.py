@@ -47,11 +47,11 @@ def test_saved_checkpoint_loads_the_same(tmp_path):
     (tmp_path / "tokenizer.json").write_text("{}\n")
     state = {"loss": 0.1 + 0.2, "config": {"depth": 20, "tag": "d20-⌘"}, "list": [1, None, True]}
     checkpoint.save(tmp_path / "run", 1234, tensors, state, files={"tokenizer.json": tmp_path / "tokenizer.json"})
-    for found in (checkpoint.load_newest(tmp_path / "run"), checkpoint.load(tmp_path / "run" / "step_00001234")):
-        assert (found.step, found.state) == (1234, state)
-        assert (found.path / "tokenizer.json").read_text() == "{}\n"
+    for newest in (checkpoint.load_newest(tmp_path / "run"), checkpoint.load(tmp_path / "run" / "step_00001234")):
+        assert (newest.step, newest.state) == (1234, state)
+        assert (newest.path / "tokenizer.json").read_text() == "{}\n"
         for name, group in tensors.items():
-            loaded = found.tensors(name)
+            loaded = newest.tensors(name)
             assert loaded.keys() == group.keys()
             for key, value in group.items():
                 assert loaded[key].dtype == value.dtype and torch.equal(loaded[key], value.detach()), key
@@ -186,8 +186,8 @@ torch.set_num_threads(1)
 folder = Path(sys.argv[1])
 for _ in sys.stdin:  # a line: begin saving in a fresh process, until someone kills it
     if os.fork() == 0:
-        found = checkpoint.load_newest(folder)
-        step = found.step if found else 0
+        newest = checkpoint.load_newest(folder)
+        step = newest.step if newest else 0
         print(os.getpid(), flush=True)
         while True:
             step += 1
@@ -218,8 +218,8 @@ def test_kill_9_while_saving_keeps_finished_checkpoints(tmp_path):
             os.kill(pid, signal.SIGKILL)
             while (line := saver.stdout.readline()) != "killed\n":
                 saved = int(line.removeprefix("saved "))
-            found = checkpoint.load_newest(folder, warn=pytest.fail)
-            assert found.step in (saved, saved + 1)
-            assert found.state == {"step": found.step}
-            assert all((found.tensors(name)["weight"] == found.step).all() for name in ("model", "optimizer"))
+            newest = checkpoint.load_newest(folder, warn=pytest.fail)
+            assert newest.step in (saved, saved + 1)
+            assert newest.state == {"step": newest.step}
+            assert all((newest.tensors(name)["weight"] == newest.step).all() for name in ("model", "optimizer"))
         saver.stdin.close()

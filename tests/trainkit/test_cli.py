@@ -105,11 +105,11 @@ def test_a_network_is_at_fault_if_it_caused_an_error_and_not_if_that_was_dealt_w
 
 
 def test_unprintable_characters_become_question_marks(monkeypatch):
-    shown = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
-    monkeypatch.setattr("sys.stdout", shown)
+    stream = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    monkeypatch.setattr("sys.stdout", stream)
     run(lambda config: print("\N{GREEK SMALL LETTER SIGMA} = 2"), Command, [])
-    shown.flush()
-    assert shown.buffer.getvalue() == b"? = 2\n"
+    stream.flush()
+    assert stream.buffer.getvalue() == b"? = 2\n"
 
 
 def test_a_full_gpu_names_the_flag_to_lower(capsys):
@@ -120,9 +120,9 @@ def test_a_full_gpu_names_the_flag_to_lower(capsys):
     def fill(config):
         raise type("OutOfMemoryError", (RuntimeError,), {})("CUDA out of memory")
 
-    with pytest.raises(SystemExit) as left:
+    with pytest.raises(SystemExit) as end:
         run(fill, Batched, [])
-    assert left.value.code == 2
+    assert end.value.code == 2
     assert capsys.readouterr().err.startswith("error: out of GPU memory; lower --batch-size (now 64): ")
 
 
@@ -147,9 +147,9 @@ def test_a_bug_keeps_its_traceback():
 @pytest.mark.parametrize("module,name", CONFIGS.items(), ids=CONFIGS)
 def test_help_names_and_explains_every_flag(module, name, capsys):
     config_class = getattr(importlib.import_module(module), name)
-    with pytest.raises(SystemExit) as left:
+    with pytest.raises(SystemExit) as end:
         run(pytest.fail, config_class, ["--help"])
-    assert left.value.code == 0
+    assert end.value.code == 0
     text, docs = re.sub("\x1b\\[[0-9;]*m|[\\s│]", "", capsys.readouterr().out), _field_docs(config_class)
     for name in [one.name for one in fields(config_class)]:
         assert flag_of(name) in text and re.sub(r"\s", "", docs[name]) in text, name

@@ -16,8 +16,10 @@ def test_it_is_refused_where_it_is_asked_for_and_left_out_where_it_is_not(no_com
     with pytest.raises(UserError, match=FAILS):
         compiling.mode("--compile", "on", "off", HERE)
     assert compiling.mode("--compile", "auto", "max-autotune", HERE) == "off"
-    said = capsys.readouterr().out
-    assert said.startswith("--compile auto: nothing is compiled, torch.compile fails here: ") and said.count("\n") == 1
+    output = capsys.readouterr().out
+    assert (
+        output.startswith("--compile auto: nothing is compiled, torch.compile fails here: ") and output.count("\n") == 1
+    )
 
 
 def test_off_asks_for_no_compiler(no_compiler, capsys):

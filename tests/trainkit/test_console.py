@@ -53,9 +53,9 @@ def test_a_missing_extra_is_one_line_and_exit_code_2(tmp_path, monkeypatch, caps
     command = entry_points(group=GROUP)["gka-pack"]
     object.__setattr__(command, "value", "needs_more.pack")
     monkeypatch.setattr("trainkit_gka.console.entry_points", lambda **wanted: [command])
-    with pytest.raises(SystemExit) as left:
+    with pytest.raises(SystemExit) as end:
         main()
-    assert left.value.code == 2
+    assert end.value.code == 2
     advice = 'run pip install "gka[lm]" (in a checkout: pip install -e ".[lm]")'
     assert capsys.readouterr().err == f"error: a_module_that_nobody_has is not installed: {advice}\n"
 

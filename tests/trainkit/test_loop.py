@@ -70,10 +70,10 @@ def as_flags(config):
 
 
 @pytest.fixture
-def whole(config, tmp_path):
+def uninterrupted(config, tmp_path):
     """The weights of a run that nothing interrupted."""
-    launch(replace(config, out=tmp_path / "whole", results=tmp_path / "whole.jsonl"), ToyTrainer)
-    return weights(replace(config, out=tmp_path / "whole"))
+    launch(replace(config, out=tmp_path / "uninterrupted", results=tmp_path / "uninterrupted.jsonl"), ToyTrainer)
+    return weights(replace(config, out=tmp_path / "uninterrupted"))
 
 
 def test_saves_before_evaluating_and_finishes_once(config, capsys):
@@ -81,8 +81,8 @@ def test_saves_before_evaluating_and_finishes_once(config, capsys):
     assert events(config, "train") == list(range(1, STEPS + 1)) and events(config, "eval") == [0, 4, 8, 12]
     saved = [record["saved"] for record in read_events(config.folder / "log.jsonl", "eval")]
     assert saved == [[], [3, 4], [6, 8], [9, 12]]
-    kept = sorted(path.name for path in (config.folder / "checkpoints").iterdir())
-    assert kept == ["step_00000009", "step_00000012"]
+    names = sorted(path.name for path in (config.folder / "checkpoints").iterdir())
+    assert names == ["step_00000009", "step_00000012"]
     (result,) = read_results(config.results)
     assert result["kind"] == "toy" and result["config"] == {"seed": 42, "steps": STEPS, "rate": 1.0, "model_tag": "run"}
     assert finish_record(config.folder, ("total",))["total"] == result["metrics"]["total"]
@@ -94,18 +94,18 @@ def test_saves_before_evaluating_and_finishes_once(config, capsys):
 
 
 @pytest.mark.parametrize("stop", range(1, STEPS))
-def test_stopped_run_ends_with_the_same_weights(config, whole, stop, capsys):
+def test_stopped_run_ends_with_the_same_weights(config, uninterrupted, stop, capsys):
     launch(replace(config, stop_after=stop), ToyTrainer)
     printed = capsys.readouterr().out
     assert f"stopped at round {stop} of {STEPS}, saved; continue with: " in printed and "finished" not in printed
     assert checkpoint.load_newest(config.folder / "checkpoints").step == stop and not read_results(config.results)
     launch(config, ToyTrainer)
     assert f"resuming at round {stop} of {STEPS}" in capsys.readouterr().out
-    assert weights(config) == whole and events(config, "train") == list(range(1, STEPS + 1))
+    assert weights(config) == uninterrupted and events(config, "train") == list(range(1, STEPS + 1))
     assert events(config, "eval") == [0, 4, 8, 12] and len(read_results(config.results)) == 1
 
 
-def test_a_signal_finishes_the_step_saves_and_exits_with_the_stopped_code(config, whole, monkeypatch):
+def test_a_signal_finishes_the_step_saves_and_exits_with_the_stopped_code(config, uninterrupted, monkeypatch):
     """--stop-after is no signal."""
     config, step = replace(config, stopped_code=85), ToyTrainer.step
     launch(replace(config, stop_after=2), ToyTrainer)
@@ -115,10 +115,10 @@ def test_a_signal_finishes_the_step_saves_and_exits_with_the_stopped_code(config
     assert end.value.code == 85 and checkpoint.load_newest(config.folder / "checkpoints").step == 3
     monkeypatch.undo()
     launch(config, ToyTrainer)
-    assert weights(config) == whole
+    assert weights(config) == uninterrupted
 
 
-def test_a_signal_to_one_of_two_ranks_ends_their_evaluation(config, whole, tmp_path):
+def test_a_signal_to_one_of_two_ranks_ends_their_evaluation(config, uninterrupted, tmp_path):
     flags, place = as_flags(config), dict(ranks=2, folder=tmp_path / "output")
     process = processes.start("toy_trainer", *flags, "--judged", 10_000, "--seconds", 0.01, **place)
     while process.alive() and "evaluating" not in process.out.read_text():
@@ -127,20 +127,20 @@ def test_a_signal_to_one_of_two_ranks_ends_their_evaluation(config, whole, tmp_p
     done = process.wait(60)
     assert done.returncode == 0 and not events(config, "eval"), done
     processes.call("toy_trainer", *flags, **place)
-    assert events(config, "eval") == [0, 4, 8, 12] and weights(config) == whole
+    assert events(config, "eval") == [0, 4, 8, 12] and weights(config) == uninterrupted
 
 
-def test_damaged_checkpoint_ends_with_the_same_weights(config, whole, capsys):
+def test_damaged_checkpoint_ends_with_the_same_weights(config, uninterrupted, capsys):
     launch(replace(config, stop_after=10), ToyTrainer)
     file = config.folder / "checkpoints/step_00000010/model.safetensors"
     file.write_bytes(file.read_bytes()[:-1] + b"?")
     launch(config, ToyTrainer)
     printed = capsys.readouterr().out
     assert "model.safetensors does not have its recorded checksum" in printed and "resuming at round 9" in printed
-    assert weights(config) == whole and events(config, "train") == list(range(1, STEPS + 1))
+    assert weights(config) == uninterrupted and events(config, "train") == list(range(1, STEPS + 1))
 
 
-def test_kill_before_the_finish_record_loses_nothing(config, whole):
+def test_kill_before_the_finish_record_loses_nothing(config, uninterrupted):
     launch(config, ToyTrainer)
     log = config.folder / "log.jsonl"
     for missing in (("finish",), ("eval", "finish")):
@@ -271,11 +271,11 @@ def test_machines_may_have_the_shared_folder_in_different_places(config, monkeyp
 # Traces and charts
 
 
-def test_profile_is_a_trace_of_the_named_steps_and_changes_no_weight(config, whole):
+def test_profile_is_a_trace_of_the_named_steps_and_changes_no_weight(config, uninterrupted):
     """A run that is stopped in between leaves a file of each part."""
     for stop in (4, -1):
         launch(replace(config, profile="2-6", stop_after=stop), ToyTrainer)
-    assert weights(config) == whole
+    assert weights(config) == uninterrupted
     traces = [json.loads(path.read_text())["traceEvents"] for path in sorted(config.folder.glob("profile_*.json"))]
     names = [event.get("name", "") for trace in traces for event in trace]
     assert [name for name in names if re.fullmatch(r"round \d+", name)] == [f"round {n}" for n in range(2, 7)]

@@ -20,7 +20,7 @@ from trainkit_gka.results import describe_hardware
 CPU = Runtime(0, 1, torch.device("cpu"))
 
 
-def said(capsys) -> dict[str, str]:
+def printed(capsys) -> dict[str, str]:
     lines = capsys.readouterr().out.splitlines()
     return {
         name: value for name, _, value in (re.split(r"( {2,}| (?=\S+$))", line, maxsplit=1) for line in lines if line)
@@ -53,7 +53,7 @@ def test_a_plan_writes_nothing_and_what_is_trained_then_follows_it(kind, packed,
         config, trainer = VisionConfig(**small, **settings, **places), VisionTrainer
         planned = {"updates": "14", "--batch-size": "160"}
     launch(replace(config, dry_run=True), trainer)
-    before = said(capsys)
+    before = printed(capsys)
     assert before.items() >= planned.items() and not list(tmp_path.iterdir())
     assert before["hours"].startswith("not known: no run of this size on 1 x ")
     with signals_kept():
@@ -67,7 +67,7 @@ def test_a_plan_writes_nothing_and_what_is_trained_then_follows_it(kind, packed,
     assert shown_bytes(before["disk"]) == pytest.approx(bytes_in(checkpoints) + best, rel=0.02)
     capsys.readouterr()
     launch(replace(config, dry_run=True), trainer)
-    assert re.match(r"[\d.]+, an estimate from this run so far, on 1 x .*: [\d,.]+ \w+/s$", said(capsys)["hours"])
+    assert re.match(r"[\d.]+, an estimate from this run so far, on 1 x .*: [\d,.]+ \w+/s$", printed(capsys)["hours"])
 
 
 @pytest.mark.parametrize("processes, parameters, hardware", [(1, 2, ""), (2, 2, ""), (1, 3, ""), (1, 2, "NVIDIA H100")])

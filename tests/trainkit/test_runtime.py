@@ -129,28 +129,28 @@ def test_the_seed_decides_the_numbers():
     assert (runtime.rank, runtime.world_size, runtime.device.type) == (0, 1, "cpu")
 
 
-@pytest.mark.parametrize("others, code", [([PassingFault], 75), ([UserError], 2), ([PassingFault, UserError], 2)])
-def test_a_process_leaves_with_the_code_of_those_that_failed(others, code, monkeypatch):
+@pytest.mark.parametrize("failures, code", [([PassingFault], 75), ([UserError], 2), ([PassingFault, UserError], 2)])
+def test_a_process_leaves_with_the_code_of_those_that_failed(failures, code, monkeypatch):
     """A mistake on one of them decides: torchrun need not try it again."""
 
     def reduce(flag):
         """Add what the other processes give; each asks for the codes in turn."""
-        asked = UserError if not sums else PassingFault
-        sums.append(flag.add_(sum(other is asked for other in others)))
+        code_asked = UserError if not sums else PassingFault
+        sums.append(flag.add_(sum(failure is code_asked for failure in failures)))
 
     sums: list[torch.Tensor] = []
     monkeypatch.setattr(torch.distributed, "all_reduce", reduce)
     monkeypatch.setattr("time.sleep", lambda seconds: None)
-    with pytest.raises(SystemExit) as left:
+    with pytest.raises(SystemExit) as end:
         Runtime(0, 3, torch.device("cpu")).agree(lambda: "ready")
-    assert left.value.code == code
+    assert end.value.code == code
 
 
 # Logs and results
 
 
 def strict(line: str):
-    """JSON as others read it: NaN and Infinity are not in it."""
+    """JSON as other programs read it: NaN and Infinity are not in it."""
     return json.loads(line, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
 
 
@@ -229,10 +229,10 @@ def test_pace_leaves_out_the_first_steps():
     now = [0.0]
     pace = Pace(2, clock=lambda: now[0])
     # The first two steps compile; the last is followed by an evaluation.
-    for seconds, left in ((100, None), (50, None), (4, 40), (2, 30), (9, 50)):
+    for seconds, remaining in ((100, None), (50, None), (4, 40), (2, 30), (9, 50)):
         now[0] += seconds
         pace.step()
-        assert pace.seconds_for(10) == left
+        assert pace.seconds_for(10) == remaining
     now[0] += 6
     assert pace.seconds_for(10) == 70
 

@@ -78,8 +78,8 @@ def test_a_command_ends_in_time_with_one_line(work, number, tmp_path):
     assert time.monotonic() - began < 2 * GRACE
     errors = process.communicate()[1]
     assert process.returncode == 128 + number and errors == f"stopped by {number.name}\n"
-    left = {path.name for path in tmp_path.iterdir()} - {"command.py"}
-    assert not left or (work != "steps" and all(name.startswith(".tmp-") for name in left))  # nothing looks whole
+    remains = {path.name for path in tmp_path.iterdir()} - {"command.py"}
+    assert not remains or (work != "steps" and all(name.startswith(".tmp-") for name in remains))  # nothing looks whole
 
 
 def test_nohup_ignores_sighup(tmp_path):
@@ -157,9 +157,9 @@ def train_in_a_terminal(folder: Path, before=(), **options) -> tuple[subprocess.
         preexec_fn=lambda: __import__("fcntl").ioctl(0, __import__("termios").TIOCSCTTY, 0),
     )
     os.close(theirs)
-    shown = b""
-    while b"round 5\r\n" not in shown:
-        shown += os.read(ours, 2**16)
+    output = b""
+    while b"round 5\r\n" not in output:
+        output += os.read(ours, 2**16)
     return process, ours
 
 

@@ -92,9 +92,9 @@ def test_one_machine_meets_at_the_loopback_address(tmp_path):
     assert done.stdout == f"127.0.0.1 lo {name} 2\n" * 2, done.stderr
 
 
-@pytest.mark.parametrize("given", [["--nnodes", "2"], ["--standalone", "--local-addr", "10.0.0.1"]])
-def test_an_address_that_is_given_counts(given, monkeypatch):
+@pytest.mark.parametrize("words", [["--nnodes", "2"], ["--standalone", "--local-addr", "10.0.0.1"]])
+def test_an_address_that_is_given_counts(words, monkeypatch):
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth7")
-    taken = run.parse_args([*on_one_machine(given), "script.py"])
-    assert taken.local_addr == (given[-1] if "--standalone" in given else None)
+    taken = run.parse_args([*on_one_machine(words), "script.py"])
+    assert taken.local_addr == (words[-1] if "--standalone" in words else None)
     assert os.environ["GLOO_SOCKET_IFNAME"] == "eth7"
