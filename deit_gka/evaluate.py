@@ -37,10 +37,10 @@ from deit_gka.model.checkpoints import (
     load_run,
     open_data,
     parse_kwargs,
+    recorded,
     timm_weights,
     weights_in,
 )
-from deit_gka.model.origin import read_origin
 from deit_gka.training.engine import evaluate
 from trainkit_gka.cli import Bounds, Count, UserError, flag_of, run
 from trainkit_gka.distributed import Runtime, running
@@ -148,14 +148,14 @@ def load_models(config: EvaluateConfig, device: torch.device) -> Models:
         if run is not None:
             check_export(run)
             name, model = run.name, timm_weights(f"local-dir:{run}", "--run")
-            classes = read_origin(str(run)).classes
+            classes, _ = recorded(run)
         else:
             name, arguments = config.model, parse_kwargs(config.model_kwargs)
             model = build(name, pretrained=config.checkpoint is None, **arguments)
             classes = model.pretrained_cfg.get("label_names") or ()
             if config.checkpoint is not None:
                 load_file(config.checkpoint, model)
-                classes = read_origin(str(config.checkpoint)).classes
+                classes, _ = recorded(config.checkpoint)
         models, about = {name: model.to(device).eval()}, resolve_input_data_config(model)
     return Models(models, {"input_size": tuple(about["input_size"][-2:]), **eval_settings(about)}, classes)
 

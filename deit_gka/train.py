@@ -26,8 +26,7 @@ from deit_gka.data.workers import BatchLoader
 from deit_gka.model.accounting import cost_of
 from deit_gka.model.attention import operators_of
 from deit_gka.model.checkpoints import build, describe
-from deit_gka.model.origin import read_origin
-from deit_gka.model.warm_start import check_same, fingerprint, read_weights, warm_start
+from deit_gka.model.warm_start import check_same, fingerprint, read_start, warm_start
 from deit_gka.training.broken import BrokenList, best
 from deit_gka.training.config import TrainConfig
 from deit_gka.training.distillation import Objective, load_teacher, prepare_student
@@ -117,11 +116,11 @@ class Trainer(BaseTrainer):
 
     def _start_from(self, source: str) -> None:
         """Take the weights in `source` that fit, and print which."""
-        weights, origin = read_weights(source), read_origin(source)
-        self.initial_weights = {"from": source, "hash": fingerprint(weights)}
-        done = warm_start(self.model, weights, source, origin.classes, self.images.classes)
+        start = read_start(source)
+        self.initial_weights = {"from": source, "hash": fingerprint(start.tensors)}
+        done = warm_start(self.model, start.tensors, source, start.classes, self.images.classes)
         self.runtime.print(f"starting from {source}: {done}")
-        for warning in origin.warnings(source, self.images.classes, self.config):
+        for warning in start.warnings(source, self.images.classes, self.config):
             self.runtime.print(f"warning: {warning}")
         if self.average is not None:
             self.average.set(self.model)

@@ -172,6 +172,22 @@ def _of_vision(checkpoint: Checkpoint) -> Checkpoint:
     return checkpoint
 
 
+def recorded(path: Path) -> tuple[list[str], dict[str, Any]]:
+    """The names of the classes and timm's data configuration that are recorded with weights; empty if none are.
+
+    path: a run, an exported folder, or a file; those in a run or an exported folder have their metadata beside them.
+    """
+    with contextlib.suppress(UserError, OSError):  # other programs write manifests too
+        in_checkpoint = path.is_file() and path.name in read_json(path.parent / "manifest.json", "manifest")
+        path = path.parent if in_checkpoint else path
+    if path.is_dir() and not is_export(path):
+        state = find_checkpoint(path).state
+        return state["classes"], about_images(state)
+    file = (path if path.is_dir() else path.parent) / exports.CONFIG
+    config = read_json(file, "configuration") if path.exists() and file.exists() else {}
+    return config.get("label_names", []), config.get("pretrained_cfg", {})
+
+
 def trained_on(state: dict[str, Any]) -> str:
     """The images that a checkpoint's run was trained on, in words."""
     training, validation = (state["data"][f"{split} images"] for split in ("training", "validation"))

@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import timm
 import torch
@@ -20,7 +21,9 @@ from timm.layers import resample_abs_pos_embed, resample_patch_embed
 from timm.models import load_state_dict
 from torch import nn
 
-from deit_gka.model.checkpoints import find_checkpoint, is_export, timm_weights, weights_in
+from deit_gka.model.checkpoints import find_checkpoint, is_export, recorded, timm_weights, weights_in
+from deit_gka.recipe import Recipe
+from trainkit_gka import exports
 from trainkit_gka.cli import UserError
 
 Tensors = dict[str, torch.Tensor]
@@ -54,23 +57,46 @@ def shortened(names: Iterable[str]) -> str:
     return ", ".join(words[:8]) + (f" and {len(words) - 8} more" if len(words) > 8 else "")
 
 
-def read_weights(source: str) -> Tensors:
-    """The tensors called `source`, by name. Raises UserError if there are none.
+@dataclass
+class Start:
+    """Weights to start from, and their metadata; see `recorded`."""
+
+    tensors: Tensors
+    classes: Sequence[str] = ()
+    about: dict[str, Any] = field(default_factory=dict)
+
+    def warnings(self, source: str, classes: Sequence[str], recipe: Recipe) -> list[str]:
+        """Warnings for a run on images of `classes` that starts from these weights."""
+        warnings = []
+        if len(self.classes) == len(classes) and not set(self.classes) & set(classes):
+            example = f"'{classes[0]}' for '{self.classes[0]}'"
+            warnings.append(f"{source} has other names for its classes ({example}); its head is taken in their order")
+        for name in ("mean", "std"):
+            theirs, ours = self.about.get(name) or (), getattr(recipe, name)
+            if any(abs(one - other) > 1e-3 for one, other in zip(theirs, ours)):
+                flag = " ".join([f"--{name}", *(f"{value:g}" for value in theirs)])
+                warnings.append(f"{source} saw images with another {name} than this run's {ours}; {flag} keeps it")
+        return warnings
+
+
+def read_start(source: str) -> Start:
+    """The weights called `source`. Raises UserError if there are none.
 
     source: a .safetensors or .pth file (DeiT's own too; none of its code is run), one of our runs (its average, or else
     its raw weights) or exported folders, or the name of a timm model that has weights.
     """
     path = Path(source).expanduser()
+    if path.is_dir() and not is_export(path):
+        checkpoint = find_checkpoint(path)
+        return Start(checkpoint.tensors(weights_in(checkpoint)[0]), *recorded(path))
     if path.is_dir():
-        if not is_export(path):
-            checkpoint = find_checkpoint(path)
-            return checkpoint.tensors(weights_in(checkpoint)[0])
-        path = path / "model.safetensors"
+        path = path / exports.WEIGHTS
     if path.is_file():
-        return _read_file(path)
+        return Start(_read_file(path), *recorded(path))
     if not timm.is_model(source):
         raise UserError(f"--initial-weights {source} does not exist; it is {SOURCES}")
-    return timm_weights(source, "--initial-weights").state_dict()
+    model = timm_weights(source, "--initial-weights")
+    return Start(model.state_dict(), (), model.pretrained_cfg)
 
 
 def _read_file(path: Path) -> Tensors:
@@ -104,7 +130,7 @@ def check_same(source: str, saved: dict[str, str] | None, folder: Path) -> None:
     same = source and saved and source == saved["from"] and not Path(source).is_file()
     if source and saved and not same:
         with contextlib.suppress(UserError):
-            same = fingerprint(read_weights(source)) == saved["hash"]
+            same = fingerprint(read_start(source).tensors) == saved["hash"]
     if not same:
         start = f"{saved['from']} as it was then" if saved else "no weights"
         differ = f"--initial-weights is {source or 'not given'} but the run in {folder} started from {start}"

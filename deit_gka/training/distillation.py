@@ -15,8 +15,7 @@ from timm.loss import SoftTargetCrossEntropy
 from torch import nn
 
 from deit_gka.data.sources.classes import numbers_by_name
-from deit_gka.model.checkpoints import build, find_checkpoint, load_file, load_run, timm_weights, weights_in
-from deit_gka.model.origin import read_origin
+from deit_gka.model.checkpoints import build, find_checkpoint, load_file, load_run, recorded, timm_weights, weights_in
 from deit_gka.recipe import Colour, Recipe
 from trainkit_gka.cli import UserError
 
@@ -78,7 +77,7 @@ def load_teacher(recipe: Recipe, classes: list[str]) -> Teacher:
     if model.num_classes != len(classes):
         count = f"{model.num_classes} classes apart but the data has {len(classes)}"
         raise UserError(f"--teacher-model {name} tells {count}")
-    known = read_origin(str(folder)).classes if folder.is_dir() else ()
+    known = recorded(folder)[0] if folder.is_dir() else ()
     numbers = numbers_by_name(classes, known)
     if numbers is None and set(known) & set(classes):
         differ = f"--teacher-model {name} was trained on other classes than the data's"

@@ -17,10 +17,9 @@ import deit_gka.evaluate
 import tiny_vision
 from deit_gka import train as training
 from deit_gka.data.sources import decode
-from deit_gka.model.checkpoints import build, export, find_checkpoint
+from deit_gka.model.checkpoints import build, export, find_checkpoint, recorded
 from deit_gka.model.checkpoints import load_file as load_weights
-from deit_gka.model.origin import Origin, read_origin
-from deit_gka.model.warm_start import fingerprint, read_weights, warm_start
+from deit_gka.model.warm_start import Start, fingerprint, read_start, warm_start
 from deit_gka.recipe import Recipe
 from deit_gka.training.config import TrainConfig
 from digit_runs import GKA, SOFTMAX, VLT, flags, micro, newest, train
@@ -66,7 +65,7 @@ def test_positions_and_patches_are_resized_as_in_timm(change, tmp_path):
     torch.nn.init.normal_(weights["pos_embed"])
     path = str(tmp_path / "weights.pth")
     torch.save({"model": weights}, path)
-    done = warm_start(model, read_weights(path), "x")
+    done = warm_start(model, read_start(path).tensors, "x")
     timm.models.load_checkpoint(timms, path, filter_fn=timm.models.vision_transformer.checkpoint_filter_fn)
     assert done.resized == ["pos_embed", *["patch_embed.proj.weight"] * ("patch_size" in change)]
     assert not done.new and not done.unused
@@ -124,12 +123,12 @@ def test_weights_come_from_files_runs_and_exports(digits, tmp_path):
     torch.save({"state_dict": {f"module.{name}": value for name, value in weights.items()}}, tmp_path / "timm.pth.tar")
     save_file(weights, tmp_path / "plain.safetensors")
     for name in ("deit.pth", "timm.pth.tar", "plain.safetensors"):
-        assert fingerprint(read_weights(str(tmp_path / name))) == fingerprint(weights)
+        assert fingerprint(read_start(str(tmp_path / name)).tensors) == fingerprint(weights)
         model = load_weights(tmp_path / name, build(SOFTMAX, 10, 32, patch_size=16, embed_dim=64, depth=1, num_heads=2))
         assert fingerprint(model.state_dict()) == fingerprint(weights)
     export(find_checkpoint(digits / "run"), "ema", tmp_path / "exported")
     for folder in (digits / "run", sorted((digits / "run/checkpoints").iterdir())[-1], tmp_path / "exported"):
-        assert fingerprint(read_weights(str(folder))) == fingerprint(average) != fingerprint(weights)
+        assert fingerprint(read_start(str(folder)).tensors) == fingerprint(average) != fingerprint(weights)
 
 
 def test_sources_without_weights_are_one_line(tmp_path, monkeypatch):
@@ -141,7 +140,7 @@ def test_sources_without_weights_are_one_line(tmp_path, monkeypatch):
     torch.save([1, 2], tmp_path / "list.pth")
     for source in (*(tmp_path / f"{name}.pth" for name in ("code", "text", "list")), "/nowhere.pth", tmp_path, GKA):
         with pytest.raises(UserError, match=re.escape(str(source))) as caught:
-            read_weights(str(source))
+            read_start(str(source))
         assert "\n" not in str(caught.value)
     assert not Code.MARKER.exists()
 
@@ -174,7 +173,6 @@ def test_resumed_run_keeps_its_initial_weights(digits, tmp_path, capsys):
 COLOURS = ["--mean", 0.5, 0.4, 0.3, "--std", 0.25, 0.5, 0.2]
 SHORT = ["--epochs", 1, "--num-workers", 0, "--eval-every", "-1", "--save-every", "-1"]
 NAMES = ["class_0", "class_1", "class_2"]
-ORIGIN = Origin(tuple(NAMES), (0.5, 0.4, 0.3), (0.25, 0.5, 0.2))
 
 
 @pytest.fixture(scope="module")
@@ -194,8 +192,8 @@ def test_a_run_and_its_export_say_how_images_were_prepared(out):
     assert (images["interpolation"], images["crop_pct"], images["input_size"]) == ("bicubic", 0.875, [3, 16, 16])
     (checkpoint,) = (out / "run/checkpoints").iterdir()
     for place in (out / "run", checkpoint, out / "exported", out / "exported/model.safetensors"):
-        assert read_origin(str(place)) == ORIGIN, place
-    assert read_origin("vit_base_patch16_224") == Origin((), (0.5, 0.5, 0.5), (0.5, 0.5, 0.5))
+        classes, about = recorded(place)
+        assert (classes, list(about["mean"]), list(about["std"])) == (NAMES, [0.5, 0.4, 0.3], [0.25, 0.5, 0.2]), place
 
 
 def test_transformers_answers_with_the_names_of_the_folders(out, pictures):
@@ -233,7 +231,6 @@ def test_a_new_run_takes_the_head_by_class_name_and_is_warned_of_another_normali
     output = train_on(pictures, tmp_path, *start).stdout
     assert "2 of 3 classes" in output and "--mean 0.5 0.4 0.3" in output and "--std 0.25 0.5 0.2" in output
     assert "warning" not in train_on(pictures, tmp_path / "same", *start, *COLOURS).stdout
-    recipe = Recipe()
-    assert not Origin().warnings("x", ["a"], recipe)
-    assert not Origin(("a", "b"), recipe.mean, recipe.std).warnings("x", ["b", "a"], recipe)
-    assert len(Origin(("n01", "n02"), recipe.mean, recipe.std).warnings("x", ["cat", "dog"], recipe)) == 1
+    assert not Start({}).warnings("x", ["a"], Recipe())
+    assert not Start({}, ("a", "b")).warnings("x", ["b", "a"], Recipe())
+    assert len(Start({}, ("n01", "n02")).warnings("x", ["cat", "dog"], Recipe())) == 1
