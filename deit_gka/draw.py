@@ -81,7 +81,7 @@ def demo_run(demo: Path) -> Path | None:
 def load(config: DrawConfig) -> tuple[list[DrawnModel], list[DrawnModel], dict[str, Image]]:
     """The model and its twins, at the size to draw them, the runs that repeat the model, and the images."""
     if not (config.run or config.model):
-        check_named(config.demo, DrawConfig.demo, "the outputs of make demo")
+        check_named(config.demo, DrawConfig.demo, "the demo's runs on digits")
     chosen = config.run or (None if config.model else demo_run(config.demo))
 
     def runs(*paths: Path) -> list[DrawnModel]:
