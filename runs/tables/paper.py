@@ -3,7 +3,7 @@
     python -m runs.tables                                  on the terminal, without what was not run
     python -m runs.tables --all                            the differences too, and what was not run
     python -m runs.tables --format markdown --only 2 6     two of them for a page, with everything
-    python -m runs.tables --pages                          writes the tables of the repository's pages; --check checks
+    python -m runs.tables --write                          writes the tables of the repository's pages; --check checks
 
 Our cells are exact counts or finished runs of exactly that configuration (runs/paper/measured.py).
 """
@@ -464,10 +464,10 @@ class TablesConfig:
     """Numbers of the tables to print, in this order; empty = all, 2, 3, 6 and 8 first."""
     all: bool = False
     """On the terminal, also the rows that were not run and those of the differences."""
-    pages: bool = False
-    """Print nothing; bring the tables of the repository's pages up to date."""
+    write: bool = False
+    """Bring the tables of the repository's pages up to date, and print none."""
     check: bool = False
-    """Print nothing; exit with 1 if a page of the repository is out of date."""
+    """Exit with 1 if a table of the repository's pages is out of date, and print none."""
 
     def validate(self) -> None:
         """Raises UserError for the number of a table that the paper does not have, and for a BASE that is not there."""
@@ -479,8 +479,8 @@ class TablesConfig:
 
 def main(config: TablesConfig) -> None:
     config.validate()
-    if config.pages or config.check:
-        pages.write(TABLES, PAGES, "python -m runs.tables --pages", config.check)
+    if config.write or config.check:
+        pages.write(TABLES, PAGES, "python -m runs.tables --write", config.check)
         return
     for number in config.only or sorted(BUILDERS, key=lambda number: (number not in MAIN, number)):
         table = BUILDERS[number](Sources(config.base))

@@ -7,7 +7,7 @@ from typing import Any
 import pandas as pd
 
 from runs import frames
-from runs.figures import legend, look, panels, save
+from runs.looks import legend, look, panels, save
 from runs.tables.speed import GKA, SOFTMAX, by, label
 from trainkit_gka.plots import Figure
 
