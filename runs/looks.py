@@ -29,8 +29,8 @@ class Look:
 
     def __call__(self, label: str, **changed: Any) -> dict[str, Any]:
         """The arguments of matplotlib's plot and errorbar."""
-        own = {"color": self.colour, "marker": self.marker, "linestyle": self.line, "label": label}
-        return own | {"markersize": 5, "linewidth": 1.3} | changed
+        form = {"color": self.colour, "marker": self.marker, "linestyle": self.line, "label": label}
+        return form | {"markersize": 5, "linewidth": 1.3} | changed
 
 
 OPEN = (0, (4, 2))  # dashes
@@ -71,16 +71,16 @@ LOOKS = {
 
 
 def look(form: str) -> Look:
-    """The form's own. Raises KeyError for one that LOOKS does not have."""
+    """The look of a form of attention. Raises KeyError for one that LOOKS does not have."""
     if form not in LOOKS:
         raise KeyError(f"{form} has no colour and marker; give it some in LOOKS of {Path(__file__).name}")
     return LOOKS[form]
 
 
 def variants(form: str, names: Iterable[str]) -> dict[str, Look]:
-    """Looks of what computes one form in several ways: its colour, and for each name another marker and line."""
-    own = itertools.cycle(itertools.product(("-", "--", ":"), "osD^vP"))
-    return {name: Look(look(form).colour, marker, line) for name, (line, marker) in zip(names, own)}
+    """Looks of several ways to compute one form: its colour, and for each name another marker and line."""
+    styles = itertools.cycle(itertools.product(("-", "--", ":"), "osD^vP"))
+    return {name: Look(look(form).colour, marker, line) for name, (line, marker) in zip(names, styles)}
 
 
 def panels(rows: int, columns: int, height: float, **shared: bool) -> tuple[Any, np.ndarray]:

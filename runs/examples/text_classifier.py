@@ -217,8 +217,8 @@ def check_python(config: TextClassifierConfig) -> None:
     """Raises UserError if finished trainings read the docstrings of another version of Python."""
     rows = [] if config.data else frames.records(config.results, kind=KIND)
     pythons = {row["config"]["python"] for row in rows if row["config"]["case"]["data"] == "builtin"}
-    if others := pythons - {platform.python_version()}:
-        has = f"{config.results} has trainings on the docstrings of Python {', '.join(sorted(others))}"
+    if other_pythons := pythons - {platform.python_version()}:
+        has = f"{config.results} has trainings on the docstrings of Python {', '.join(sorted(other_pythons))}"
         raise UserError(f"{has}, this is {platform.python_version()}; give another file with --results")
 
 
@@ -228,8 +228,8 @@ def main(config: TextClassifierConfig) -> None:
         raise UserError(f"--data {config.data}: there is no such file")
     if reason := extras.missing("hf", "transformers"):
         raise UserError(reason)
-    finished = [row["config"]["case"] for row in records_of(config.results, config)]
-    if missing := [case for case in cases_of(config) if case not in finished]:
+    trained = [row["config"]["case"] for row in records_of(config.results, config)]
+    if missing := [case for case in cases_of(config) if case not in trained]:
         check_python(config)
         task = Task.prepare(config)
         about = f"{len(task.train.ids):,} texts to train on, {len(task.test.ids):,} held out, {len(task.names)} labels"

@@ -46,16 +46,16 @@ class LabelledTexts:
 
         Raises UserError if there are fewer than two labels, or if one has no text on either side.
         """
-        label_of: dict[str, set[str]] = {}
+        labels_of: dict[str, set[str]] = {}
         for text, label in pairs:
-            label_of.setdefault(text.strip(), set()).add(label)
-        kept = {text: labels.pop() for text, labels in label_of.items() if text and len(labels) == 1}
-        names = sorted(set(kept.values()))
+            labels_of.setdefault(text.strip(), set()).add(label)
+        label_of_text = {text: labels.pop() for text, labels in labels_of.items() if text and len(labels) == 1}
+        names = sorted(set(label_of_text.values()))
         sides: tuple[list[str], list[str]] = ([], [])
-        for text in kept:
+        for text in label_of_text:
             digest = hashlib.sha256(text.encode(errors="replace")).digest()
             sides[int.from_bytes(digest[:4], "big") % HELD_OUT == 0].append(text)
-        train, test = (Split(texts, [names.index(kept[text]) for text in texts]) for texts in sides)
+        train, test = (Split(texts, [names.index(label_of_text[text]) for text in texts]) for texts in sides)
         if len(names) < 2 or set(train.labels) != set(range(len(names))) or not test.texts:
             raise UserError(f"{source}: at least two labels are needed, with several different texts each")
         return cls(names, train, test)
@@ -64,17 +64,17 @@ class LabelledTexts:
 def builtin() -> LabelledTexts:
     """Docstrings of Python's library; the label is the package or module that one is from.
 
-    The packages are those with the most docstrings whose names are public. A docstring's paragraphs are its own: white
-    space is kept, and so are names of the package that it mentions.
+    The packages are those with the most docstrings whose names are public. A docstring stays as it is, with its white
+    space and the names of packages that it mentions.
     """
-    root, found = Path(sysconfig.get_paths()["stdlib"]), []
+    root, pairs = Path(sysconfig.get_paths()["stdlib"]), []
     for path in library_files():
         package = path.relative_to(root).parts[0].removesuffix(".py")
         if not package.startswith("_"):
-            found += [(text, package) for text in docstrings(path) if len(text) >= MIN_PARAGRAPH]
-    counts = Counter(package for _, package in dict.fromkeys(found))
+            pairs += [(text, package) for text in docstrings(path) if len(text) >= MIN_PARAGRAPH]
+    counts = Counter(package for _, package in dict.fromkeys(pairs))
     chosen = {package for package, _ in counts.most_common(PACKAGES)}
-    return LabelledTexts.of([(text, package) for text, package in found if package in chosen], "Python's library")
+    return LabelledTexts.of([(text, package) for text, package in pairs if package in chosen], "Python's library")
 
 
 def read(path: Path) -> LabelledTexts:

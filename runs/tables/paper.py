@@ -86,10 +86,10 @@ class PaperTable:
         return Table.of(headings, rows, title=title, notes=notes, words=2)
 
     def _long(self, everything: bool) -> tuple[list[Row], Row]:
-        kept = [(*names, *cell) for names, cell in self.cells.items() if everything or cell[1] != NOT_RUN]
+        rows = [(*names, *cell) for names, cell in self.cells.items() if everything or cell[1] != NOT_RUN]
         headings = [self.about, "Measure", PAPER, OURS, DIFFERENCE]
         width = len(headings) if everything else len(headings) - 1
-        return [list(row[:width]) for row in kept], headings[:width]
+        return [list(row[:width]) for row in rows], headings[:width]
 
     def _wide(self, everything: bool) -> tuple[list[Row], Row]:
         """A line for the paper, ours and the difference, and a column for each measure, as the paper has them."""
@@ -157,7 +157,7 @@ def related_methods(sources: Sources) -> PaperTable:
 def vision_numbers(label: str, runs: list[FinishedRun]) -> dict[str, float | None]:
     """Every number of a row of tables 2, 3 and 5; top-1 is None until its run has finished."""
     cost, base = measured.cost(label), measured.cost(f"DeiT-{label.split('-')[1]}")
-    finished = measured.vision_run(label, runs)
+    trained = measured.vision_run(label, runs)
     return {
         "params": cost.parameters / 1e6,
         "attention": cost.attention / 1e6,
@@ -168,7 +168,7 @@ def vision_numbers(label: str, runs: list[FinishedRun]) -> dict[str, float | Non
         "delta_params": 100 * (cost.parameters / base.parameters - 1),
         "delta_attention": 100 * (cost.attention / base.attention - 1),
         "delta_flops": 100 * (cost.flops / base.flops - 1),
-        "top1": finished.metrics["ema_top1"] if finished else None,
+        "top1": trained.metrics["ema_top1"] if trained else None,
     }
 
 
@@ -192,13 +192,13 @@ def vision(name: str, sources: Sources) -> PaperTable:
         notes.append("Our top-1 is of averaged weights, and only of a finished run of this model and recipe.")
     if name == "main_results":
         printed = published.rows(name)["DeiT-Ti"]  # has the digits
-        others = measured.other_runs(sources.base, "top1")
-        for each in others:
+        other_runs = measured.other_runs(sources.base, "top1")
+        for each in other_runs:
             metrics = each.metrics
             flops, top1 = metrics.get("flops"), metrics.get("ema_top1", metrics["top1"])
             numbers = {"params": metrics["parameters"] / 1e6, "gflops": flops and flops / 1e9, "top1": top1}
             cells |= {(each.name, columns[k]): alone(v, printed[k]) for k, v in numbers.items() if v is not None}
-        notes += about_others(others)
+        notes += about_other_runs(other_runs)
     return PaperTable(name, cells, notes, commands)
 
 
@@ -209,8 +209,8 @@ def training_target(label: str) -> str:
     return f"make train-deit-{size.lower()}" + {"gka": "", "softmax": "-base"}.get(kind, f"-{kind}")
 
 
-def about_others(others: list[FinishedRun]) -> Row:
-    return ["Runs with other settings are named; the paper has no figures for them."] if others else []
+def about_other_runs(runs: list[FinishedRun]) -> Row:
+    return ["Runs with other settings are named; the paper has no figures for them."] if runs else []
 
 
 def runtime(sources: Sources) -> PaperTable:
@@ -251,29 +251,29 @@ def runtime(sources: Sources) -> PaperTable:
 def other_language_runs(sources: Sources, name: str) -> tuple[dict[tuple[str, str], Cell], list[FinishedRun]]:
     """The cells of BASE's runs that are not the paper's, with the columns of a table, and these runs."""
     cells, printed = {}, published.rows(name)["nanochat_base"]  # has the digits
-    others = measured.other_runs(sources.base, "flops_per_token")
-    for each in others:
+    other_runs = measured.other_runs(sources.base, "flops_per_token")
+    for each in other_runs:
         numbers = {**each.metrics, "parameters": each.metrics["parameters"] / 1e6}
         for key, heading in published.TABLES[name]["columns"].items():
             if numbers.get(key) is not None:
                 cells[each.name, heading] = alone(float(numbers[key]), printed[key])
-    return cells, others
+    return cells, other_runs
 
 
 def bpb(sources: Sources) -> PaperTable:
     """With the other language runs of BASE below."""
     runs, cells, commands, records = sources.runs(), {}, [], {}
     for model, printed in published.rows("bpb").items():
-        finished = measured.language_run(model, runs)
+        trained = measured.language_run(model, runs)
         for key, heading in published.TABLES["bpb"]["columns"].items():
-            cells[model, heading] = compare(printed[key], finished.metrics.get(key) if finished else None)
-        if finished is None:
+            cells[model, heading] = compare(printed[key], trained.metrics.get(key) if trained else None)
+        if trained is None:
             commands.append(LANGUAGE_COMMANDS[model])
         else:
-            records[model] = finished.metrics
-    more, others = other_language_runs(sources, "bpb")
-    records |= {each.name: each.metrics for each in others}
-    notes = [CORPUS, *remarks(records), *about_others(others)]
+            records[model] = trained.metrics
+    more, other_runs = other_language_runs(sources, "bpb")
+    records |= {each.name: each.metrics for each in other_runs}
+    notes = [CORPUS, *remarks(records), *about_other_runs(other_runs)]
     return PaperTable("bpb", cells | more, notes, commands)
 
 
@@ -287,8 +287,8 @@ def compute(sources: Sources) -> PaperTable:
     base, gka = counts.values()
     for key, ratio in published.TABLES["compute"]["ratios"].items():
         cells["GKA / nanochat_base", columns[key]] = compare(ratio, gka[key] / base[key])
-    more, others = other_language_runs(sources, "compute")
-    return PaperTable("compute", cells | more, about_others(others))
+    more, other_runs = other_language_runs(sources, "compute")
+    return PaperTable("compute", cells | more, about_other_runs(other_runs))
 
 
 def with_error(value: Value | None, sign: str = "") -> str:
@@ -325,13 +325,13 @@ def core_subset(sources: Sources) -> PaperTable:
     """Centred scores with standard errors, each from the number of examples that its column used."""
     runs, ours, commands = sources.runs(), [], []
     for model in measured.RECIPES:
-        finished, steps = measured.language_run(model, runs), measured.language_counts(model)["steps"]
-        ours.append(measured.core_scores(finished, steps, sources.results, sources.base))
+        trained, steps = measured.language_run(model, runs), measured.language_counts(model)["steps"]
+        ours.append(measured.core_scores(trained, steps, sources.results, sources.base))
         if not ours[-1].keys() >= set(PAPER_TASKS):
             target = "eval-core" if model == "GKA" else "eval-core-base"
             commands += [LANGUAGE_COMMANDS[model], f"make {target} NGPU={GPUS}"]
-    others = measured.other_runs(sources.base, "flops_per_token")
-    of_others = {each.name: measured.core_scores(each, each.steps, sources.base) for each in others}
+    other_runs = measured.other_runs(sources.base, "flops_per_token")
+    scores_of = {each.name: measured.core_scores(each, each.steps, sources.base) for each in other_runs}
     columns = list(published.TABLES["core_subset"]["columns"].values())
     cells: dict[tuple[str, str], Cell] = {}
     for task in PAPER_TASKS:
@@ -342,7 +342,7 @@ def core_subset(sources: Sources) -> PaperTable:
             cells[task, heading] = core_cell(value_of(printed), score and value_of(score), counts)
         both = difference_of(*map(value_of, mine)) if all(mine) else None
         cells[task, columns[2]] = core_cell(difference_of(*map(value_of, paper)), both, sign="+")
-        cells |= {(task, name): ("", of_score(s[task]), "") for name, s in of_others.items() if task in s}
+        cells |= {(task, name): ("", of_score(s[task]), "") for name, s in scores_of.items() if task in s}
     papers = [mean_of([paper_score(task, column, GUESSING[task]) for task in PAPER_TASKS]) for column in (0, 1)]
     means = [mean_of([s[task] for task in PAPER_TASKS]) if s.keys() >= set(PAPER_TASKS) else None for s in ours]
     for heading, mean, paper, mine in zip(columns, PAPER_MEAN, papers, means):
@@ -350,10 +350,10 @@ def core_subset(sources: Sources) -> PaperTable:
     cells["mean", columns[2]] = core_cell(
         difference_of(*papers), difference_of(*means) if all(means) else None, sign="+"
     )
-    for name, scores in of_others.items():
+    for name, scores in scores_of.items():
         if scores.keys() >= set(PAPER_TASKS):
             cells["mean", name] = "", with_error(mean_of([scores[task] for task in PAPER_TASKS])), ""
-    notes = ["± is one standard error, from the n of each column.", CORPUS, *about_others(others)]
+    notes = ["± is one standard error, from the n of each column.", CORPUS, *about_other_runs(other_runs)]
     return PaperTable("core_subset", cells, notes, commands, about="Task")
 
 
@@ -391,8 +391,8 @@ def core() -> list[Table]:
         path = frames.RESULTS / "core" / f"{run_tag(name)}_step{STEPS:06d}.jsonl"
         if lines := frames.records(path, "accuracy", "baseline", "examples", kind="core"):
             records[variant.label] = {line["config"]["task"]: line for line in lines}
-    others = ("GPT-2 124M", "paper: base", f"paper: GKA, n = {PAPER_EXAMPLES[1]}")
-    columns: list[list[Score]] = [[] for _ in (*records, *others)]
+    references = ("GPT-2 124M", "paper: base", f"paper: GKA, n = {PAPER_EXAMPLES[1]}")
+    columns: list[list[Score]] = [[] for _ in (*records, *references)]
     rows = []
     for task in PAPER_TASKS:
         ours = [score_of(task, lines[task]["metrics"]) for lines in records.values()]
@@ -402,9 +402,9 @@ def core() -> list[Table]:
             column.append(score)
         cells = [with_error(value_of(score)) for score in scores]
         rows.append([task, str(ours[0].examples), *cells[: len(ours)], *map("*{}*".format, cells[len(ours) :])])
-    marks = ["**{}**"] * len(records) + ["*{}*"] * len(others)
+    marks = ["**{}**"] * len(records) + ["*{}*"] * len(references)
     means = [mark.format(with_error(mean_of(column))) for mark, column in zip(marks, columns)]
-    headings = ["centred, ± standard error", "examples", *records, *map("*{}*".format, others)]
+    headings = ["centred, ± standard error", "examples", *records, *map("*{}*".format, references)]
     sources = [sources_of([line for lines in records.values() for line in lines.values()], "core/*.jsonl")]
     return [Table.of(headings, [*rows, ["**mean**", "", *means]], sources=sources)]
 
