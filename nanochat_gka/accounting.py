@@ -9,7 +9,6 @@ from typing import Annotated
 
 from nanochat_gka.model.accounting import flops_per_token, meta_model, parameter_counts, plan, scaling_parameters
 from nanochat_gka.model.config import GPTConfig, ModelFlags, has_gka
-from nanochat_gka.model.forms import extended
 from nanochat_gka.training.memory import fixed_bytes
 from trainkit_gka.cli import Bounds, Count, CountOrAutomatic, run
 
@@ -51,7 +50,6 @@ def account(config: AccountingConfig) -> dict:
         **({"gka_values": config.gka_values} if has_gka(config.attention, config.depth) else {}),
         **({"channel_bandwidths": True} if config.channel_bandwidths else {}),
         **({"head_gates": True} if config.head_gates else {}),
-        **model.config.settings_of_form(),
         "n_embd": model.config.n_embd,
         "n_head": model.config.n_head,
         "parameters": counts.pop("total"),
@@ -78,4 +76,4 @@ def main(config: AccountingConfig) -> None:
 
 
 if __name__ == "__main__":
-    run(main, extended(AccountingConfig))
+    run(main, AccountingConfig)

@@ -32,14 +32,14 @@ class CorpusConfig:
 
 
 def main(config: CorpusConfig) -> None:
-    own = None if config.source in ("builtin", "fineweb") else Path(config.source)
-    out = config.out or Path("out/corpus") / (own.absolute().name if own else config.source)
-    found = own_text.find(own, out) if own else None
+    path = None if config.source in ("builtin", "fineweb") else Path(config.source)
+    out = config.out or Path("out/corpus") / (path.absolute().name if path else config.source)
+    text = own_text.find(path, out) if path else None
     with locked(out, "writing"):
         remove_stale_temporaries(out)
-        claim(out, str(own.absolute()) if own else config.source)
-        if found:
-            own_text.write(*found, out, config.text_column)
+        claim(out, str(path.absolute()) if path else config.source)
+        if text:
+            own_text.write(text, out, config.text_column)
         elif config.source == "fineweb":
             fineweb.download(out, config.num_shards)
         elif len(list(out.glob("*.parquet"))) == len(SPLITS):

@@ -17,7 +17,6 @@ from nanochat_gka.figures.matrices import draw_matrices
 from nanochat_gka.figures.rows import TOKENS, draw_rows
 from nanochat_gka.figures.subjects import subjects_of
 from nanochat_gka.figures.words import find
-from nanochat_gka.model.forms import use
 from trainkit_gka.cli import Bounds, CountOrAll, UserError, run
 
 TEXT = "If the list is empty, the method raises an error. If the list has one item, the method returns it."
@@ -51,8 +50,6 @@ class DrawConfig:
     """The folder of the figures; every model has its own in it."""
     demo: Path = Path("out/demo")
     """Where the demo's runs are, for the default."""
-    forms: str = ""
-    """Module of research forms, for a run of one: runs.study.forms."""
 
 
 def demo_runs(demo: Path) -> list[Path]:
@@ -90,11 +87,10 @@ def find_queries(config: DrawConfig, words: list[str]) -> list[int]:
 
 
 def main(config: DrawConfig) -> None:
-    use(config.forms)
     started = time.perf_counter()
     text, paths = read_text(config), [config.run] if config.run else demo_runs(config.demo)
     if not paths:
-        raise UserError(f"{config.demo} has no language runs: give --run, or train some with make demo")
+        raise UserError(f"{config.demo} has no language runs: give --run")
     subjects = subjects_of([*paths, *config.twin], text, config.step)
     abouts = [subject.about for subject in subjects]
     twice = next((about for about in abouts if abouts.count(about) > 1), None)

@@ -23,7 +23,6 @@ from nanochat_gka.core_metric.report import Score, show, write_csv
 from nanochat_gka.core_metric.score_file import EvaluatedModel, ScoreFile
 from nanochat_gka.core_metric.task_scorer import BATCH_TOKENS, TaskScorer, check_enough
 from nanochat_gka.model.checkpoints import load
-from nanochat_gka.model.forms import use
 from trainkit_gka.cli import Bounds, CountOrAll, UserError, run
 from trainkit_gka.distributed import Runtime, running
 from trainkit_gka.progress import console, progress_bar
@@ -62,8 +61,6 @@ class CoreConfig(BundleFlags):
     """Compute once what the choices of a question have in common."""
     device_type: Literal["auto", "cuda", "cpu"] = "auto"
     """Device to compute on; auto takes CUDA if there is one."""
-    forms: str = ""
-    """Module of research forms, for a run of one: runs.study.forms."""
 
     def check(self) -> None:
         """Raises UserError for values that make no sense together."""
@@ -75,7 +72,6 @@ class CoreConfig(BundleFlags):
 
 def open_model(config: CoreConfig, device: torch.device) -> EvaluatedModel:
     """The model to score: of a run of ours, or Hugging Face's. Raises UserError if there is none."""
-    use(config.forms)
     if config.hf_path:
         return load_hugging_face(config.hf_path, device)
     loaded = load(config.run, config.step, device)
@@ -127,8 +123,8 @@ def evaluate(config: CoreConfig, runtime: Runtime) -> list[str]:
             runtime.print(f"{place}: cannot be scored")
             continue
         scores.append(result)
-        asked = f"{result.shots} shots, {result.examples:,} examples"
-        runtime.print(f"{place}: accuracy {result.accuracy:.4f}, centred {result.centered:.4f} ({asked})")
+        size = f"{result.shots} shots, {result.examples:,} examples"
+        runtime.print(f"{place}: accuracy {result.accuracy:.4f}, centred {result.centered:.4f} ({size})")
     if scores and runtime.is_main:
         write_csv(file.csv, file.scores(read_tasks(bundle)))
         show(scores, evaluated.label)

@@ -13,7 +13,6 @@ from nanochat_gka.data.loader import EvalRows, PackedData, rows_of_run
 from nanochat_gka.generation.engine import Engine
 from nanochat_gka.generation.sampling import SAMPLE_PROMPTS, Sampling
 from nanochat_gka.model.checkpoints import Loaded, load, run_folder
-from nanochat_gka.model.forms import use
 from nanochat_gka.training.bits_per_byte import of_both_splits, utf8_note
 from nanochat_gka.training.memory import RowsAtOnce, device_bytes, rows_at_once
 from trainkit_gka.cli import Bounds, Count, CountOrAll, UserError, run
@@ -53,13 +52,10 @@ class EvaluateConfig(Sampling):
     """Device to compute on; auto takes CUDA if there is one."""
     results: Path = Path("out/results.jsonl")
     """File to append the numbers to."""
-    forms: str = ""
-    """Module of research forms, for a run of one: runs.study.forms."""
 
 
 def evaluate(config: EvaluateConfig, runtime: Runtime) -> dict:
     """Do what was asked for and return it: bits per byte by split, and samples by prompt."""
-    use(config.forms)
     loaded = load(config.run, config.step, runtime.device)
     shape = loaded.model.config
     runtime.print(f"{loaded.name}: {shape.attention}, depth {shape.n_layer}, step {loaded.step}")

@@ -14,7 +14,6 @@ from pathlib import Path
 from nanochat_gka.model import onnx
 from nanochat_gka.model.card import card
 from nanochat_gka.model.checkpoints import export, load
-from nanochat_gka.model.forms import use
 from trainkit_gka.cli import run
 from trainkit_gka.files import atomic
 from trainkit_gka.onnx import require, size_mb
@@ -32,14 +31,11 @@ class ExportConfig:
     """Checkpoint to take; -1 = the newest."""
     onnx: bool = False
     """Also write model.onnx, for onnxruntime and other programs: tokens and a cache in, logits and the cache out."""
-    forms: str = ""
-    """Module of research forms, for a run of one: runs.study.forms."""
 
 
 def main(config: ExportConfig) -> None:
     if config.onnx:
         require()
-    use(config.forms)
     loaded = load(config.run, config.step)
     if config.onnx:
         onnx.check_form(loaded.model)
@@ -49,8 +45,8 @@ def main(config: ExportConfig) -> None:
     reader = f'nanochat_gka.model.checkpoints.load("{config.out}")'
     print(f"{config.out}: {about['name']} at step {about['step']:,}; {reader} reads it")
     if config.onnx:
-        said = {key: about[key] for key in ("name", "step", "checkpoint_sha256", "model")}
-        print(f"{size_mb([onnx.write(loaded.model, config.out, said)])}: docs/hugging-face.md shows how to use it")
+        metadata = {key: about[key] for key in ("name", "step", "checkpoint_sha256", "model")}
+        print(f"{size_mb([onnx.write(loaded.model, config.out, metadata)])}: docs/hugging-face.md shows how to use it")
 
 
 if __name__ == "__main__":

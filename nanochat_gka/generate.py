@@ -23,7 +23,6 @@ from rich.console import Console
 from nanochat_gka.generation.engine import Engine
 from nanochat_gka.generation.sampling import Sampling
 from nanochat_gka.model.checkpoints import load
-from nanochat_gka.model.forms import use
 from trainkit_gka.cli import Count, UserError, run
 from trainkit_gka.distributed import setup
 from trainkit_gka.progress import progress_bar, rate
@@ -55,8 +54,6 @@ class GenerateConfig(Sampling):
     they are always kept."""
     device_type: Literal["auto", "cuda", "cpu"] = "auto"
     """Device to compute on; auto takes CUDA if there is one."""
-    forms: str = ""
-    """Module of research forms, for a run of one: runs.study.forms."""
 
 
 def read_prompts(path: Path, check: Callable[[str], None]) -> tuple[list[str], list[str]]:
@@ -119,8 +116,8 @@ def write_all(engine: Engine, prompts: list[str], config: GenerateConfig) -> int
     Returns the number of tokens generated.
     """
     texts = [[""] * config.num_samples for _ in prompts]
-    left = [config.num_samples] * len(prompts)
-    count = shown = 0
+    remaining = [config.num_samples] * len(prompts)
+    count = written = 0
     # The bar is for those who wait for a file to fill; text at a terminal is its own progress.
     errors = Console(stderr=True, force_terminal=False if sys.stdout.isatty() else None)
     with progress_bar(errors, redirect_stdout=False) as bar:
@@ -131,12 +128,12 @@ def write_all(engine: Engine, prompts: list[str], config: GenerateConfig) -> int
             if not piece.finished:
                 continue
             bar.advance(task)
-            left[piece.prompt] -= 1
-            while shown < len(prompts) and left[shown] == 0:
-                for line in _lines(prompts[shown], texts[shown], as_json=config.prompts_file is not None):
+            remaining[piece.prompt] -= 1
+            while written < len(prompts) and remaining[written] == 0:
+                for line in _lines(prompts[written], texts[written], as_json=config.prompts_file is not None):
                     sys.stdout.write(line + "\n")
                 sys.stdout.flush()
-                shown += 1
+                written += 1
     return count
 
 
@@ -154,7 +151,6 @@ def main(config: GenerateConfig) -> None:
         raise UserError("--prompts-file writes a JSON line per prompt: leave --stream and --interactive out")
     if not config.prompt:
         raise UserError("--prompt needs a text; an empty text, '', begins a document")
-    use(config.forms)
     loaded = load(config.run, config.step, setup(config.device_type).device)
     shape = loaded.model.config
     say(f"{loaded.name}: {shape.attention}, depth {shape.n_layer}, step {loaded.step:,}")

@@ -14,7 +14,6 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from nanochat_gka.model.checkpoints import export, load, saved_by_transformers
-from nanochat_gka.model.forms import use
 from trainkit_gka.cli import PassingFault, UserError, is_network, reason_of
 from trainkit_gka.extras import advice
 
@@ -28,7 +27,6 @@ except ImportError:
     sys.exit(UserError.code)
 
 SETTINGS = inspect.signature(HFLM.__init__).parameters.keys() - {"self", "pretrained", "kwargs"}
-REMOVED = {"batch_tokens", "max_rows"}  # model_args of earlier versions
 
 
 def transformers_folder(run: str, step: int, scratch: Path) -> str:
@@ -46,21 +44,17 @@ def transformers_folder(run: str, step: int, scratch: Path) -> str:
 
 @register_model("gka")
 class GKAModel(HFLM):
-    """The harness's `hf` on a language model of this project. forms: as `--forms`. settings: those of `hf`, but
-    pretrained.
+    """The harness's `hf` on a language model of this project. settings: those of `hf`, but pretrained.
 
     Raises UserError for what cannot be used.
     """
 
-    def __init__(self, run: str = "", step: int = -1, forms: str = "", **settings):
-        use(forms)
+    def __init__(self, run: str = "", step: int = -1, **settings):
         if not run:
             raise UserError("--model_args needs run=FOLDER, a run of ours or an exported model")
         if unknown := sorted(settings.keys() - SETTINGS):
-            known = "there are " + ", ".join(["run", "step", "forms", *sorted(SETTINGS)])
-            if not REMOVED.isdisjoint(unknown):
-                known = "--batch_size says how much is computed at once; " + known
-            raise UserError(f"--model_args has {', '.join(unknown)}, which is not known; {known}")
+            known = ", ".join(["run", "step", *sorted(SETTINGS)])
+            raise UserError(f"--model_args has {', '.join(unknown)}, which is not known; there are {known}")
         if settings.pop("trust_remote_code", False):
             raise UserError("--trust_remote_code is not for --model gka: no code that comes with a model is executed")
         try:
@@ -70,8 +64,8 @@ class GKAModel(HFLM):
         except UserError:
             raise
         except Exception as error:  # the harness, torch and transformers raise many kinds for what they cannot use
-            given = ",".join(f"{name}={value}" for name, value in settings.items())
-            raise UserError(f"--model_args run={run},{given}: {reason_of(error)}") from None
+            arguments = ",".join(f"{name}={value}" for name, value in settings.items())
+            raise UserError(f"--model_args run={run},{arguments}: {reason_of(error)}") from None
         if self.max_length > self.config.rotary_positions:
             raise UserError(f"max_length must be at most {self.config.rotary_positions}, got {self.max_length}")
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 from nanochat_gka.data import shards
-from nanochat_gka.data.corpora import ParquetCorpus, file_changes, fingerprint
+from nanochat_gka.data.corpora import NOTE, ParquetCorpus, file_changes, fingerprint
 from nanochat_gka.data.parts import Part, join
 from nanochat_gka.data.pool import pack_units
 from nanochat_gka.data.tokenizer import Tokenizer
@@ -18,8 +18,6 @@ from nanochat_gka.data.units import plan_units
 from trainkit_gka.cli import Bounds, UserError, run
 from trainkit_gka.files import locked, read_json, remove_stale_temporaries
 from trainkit_gka.progress import rate
-
-NOTE = "source.json"  # in a corpus's folder, by `corpora.claim`
 
 
 @dataclass
@@ -108,15 +106,9 @@ def chosen_split(config: PackConfig, out: Path) -> bool:
 
 
 def is_fineweb(folder: Path) -> bool:
-    """Whether this is FineWeb-Edu as nanochat_gka.corpus fetches it, of which the folder has a note.
-
-    Make reads a folder of links to some of the files, and an earlier one wrote no note: the files' own folder has it.
-    """
-    shard = next(folder.glob("*.parquet"), None)
-    for home in (folder, folder.parent / "fineweb"):
-        if shard and (home / NOTE).exists() and (home / shard.name).exists() and shard.samefile(home / shard.name):
-            return read_json(home / NOTE, "note of the corpus's source").get("source") == "fineweb"
-    return False
+    """Whether this is FineWeb-Edu as nanochat_gka.corpus fetches it, of which the folder has a note."""
+    note = folder / NOTE
+    return note.exists() and read_json(note, "note of the corpus's source").get("source") == "fineweb"
 
 
 def _reused(folder: Path, config: PackConfig) -> bool:
@@ -134,7 +126,7 @@ def _warn_of_cropping(manifest: dict, corpus: Path) -> None:
     if share > shards.MUCH_CROPPED and (split_documents or not is_fineweb(corpus)):
         why = "what does not fit into a row is dropped; pack with --split-documents yes to another --out to keep it"
         if split_documents:
-            why = "rows that are not full are dropped; lower --sequence-len (make's SEQ), or give more text"
+            why = "rows that are not full are dropped; lower --sequence-len, or give more text"
         print(f"warning: {share:.0%} of the text is in no row: {why}")
 
 

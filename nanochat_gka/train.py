@@ -29,16 +29,7 @@ from nanochat_gka.data.tokenizer import FILE_NAME
 from nanochat_gka.generation.engine import Engine
 from nanochat_gka.generation.sampling import SAMPLE_PROMPTS, Sampling
 from nanochat_gka.model.accounting import Horizon, flops_per_token, parameter_counts, plan
-from nanochat_gka.model.config import (
-    BEFORE_ROTATED,
-    OF_THE_STUDY,
-    STUDY,
-    GPTConfig,
-    ModelFlags,
-    has_gka,
-    of_the_study,
-)
-from nanochat_gka.model.forms import extended
+from nanochat_gka.model.config import ModelFlags, has_gka, without_research_settings
 from nanochat_gka.model.gpt import GPT, build
 from nanochat_gka.training import memory
 from nanochat_gka.training.bits_per_byte import UTF8, of_both_splits, rows_note, utf8_note
@@ -75,7 +66,7 @@ class TrainConfig(OptimConfig, ModelFlags, BundleFlags, RunConfig):
 
     # Where
     data: MayChange[Annotated[Path, Group.DATA]] = Path("out/packed")
-    """Folder of packed rows (make tokenize)."""
+    """Folder of packed rows."""
     model_tag: MayChange[str] = ""
     """Name of the run; empty takes d<depth>-<attention> and what is unlike the paper's form: d20-gka-PS-VE."""
     compile: MayChange[Literal["auto", "on", "off"]] = "auto"
@@ -125,10 +116,9 @@ class TrainConfig(OptimConfig, ModelFlags, BundleFlags, RunConfig):
     def tag(self) -> str:
         values = "" if self.gka_values == "rotated" or not has_gka(self.attention, self.depth) else self.gka_values
         everywhere = "everywhere" if self.offset_layers == "all" else ""
-        mixing, others = self.SHAPE.words_of(self)
         learned = ["channels"] * self.channel_bandwidths + ["gates"] * self.head_gates
         tables = {"auto": "", "all": "VE", "every-layer": "VE-every-layer", "none": "no-VE"}[self.value_embeds]
-        form = f"d{self.depth}", self.attention, self.head_offsets, *mixing, everywhere, values, *others
+        form = f"d{self.depth}", self.attention, self.head_offsets, everywhere, values
         return self.model_tag or "-".join(part for part in (*form, *learned, tables) if part)
 
     def identity(self) -> dict[str, Any]:
@@ -138,12 +128,11 @@ class TrainConfig(OptimConfig, ModelFlags, BundleFlags, RunConfig):
         return settings
 
     def check_continues(self, saved: dict[str, Any]) -> None:
-        if (asked := of_the_study(saved)) and self.SHAPE is GPTConfig:
-            raise UserError(
-                f"the run in {self.folder} has {', '.join(asked)}, of the study's forms: add --forms {STUDY}"
-            )
-        saved = {name: value for name, value in saved.items() if (name, value) not in OF_THE_STUDY.items()}
-        super().check_continues({"gka_values": BEFORE_ROTATED, **saved})
+        try:
+            saved = without_research_settings(saved)
+        except ValueError as error:
+            raise UserError(f"the run in {self.folder} cannot be continued: {error}") from None
+        super().check_continues(saved)
 
     def horizon(self, model: GPT, processes: int) -> Horizon:
         """How long `model` trains. Raises UserError if a step's tokens are not rows enough for every process."""
@@ -212,7 +201,7 @@ class Trainer(BaseTrainer):
         if len(self.stream.rows) < self.rows and checkpoint is None:
             raise UserError(
                 f"{config.data} has {len(self.stream.rows):,} training rows and a step takes {self.rows:,}: give more "
-                "text, pack it with a smaller --sequence-len (make's SEQ), or lower --total-batch-size"
+                "text, pack it with a smaller --sequence-len, or lower --total-batch-size"
             )
         self.batch_size = config.device_batch_size
         if self.batch_size == "auto":
@@ -221,6 +210,13 @@ class Trainer(BaseTrainer):
         groups = parameter_groups(self.model, config, self.horizon.lr_scale, self.horizon.weight_decay_scale)
         check_decay(groups)
         self.optimizer = MuonAdamW(groups, runtime, compile=compiled)
+        # Evaluations, in this order
+        every, core_every, samples = config.eval_every, config.core_metric_every, config.sample_every
+        self.evaluations.append(Evaluation("eval", every, self._log_evaluation, EVAL_KEYS, at_start=True))
+        if core_every > 0:
+            self.evaluations.append(Evaluation("core", core_every, self._score_core, CORE_KEYS))
+        if samples > 0:
+            self.evaluations.append(Evaluation("sample", samples, self._log_samples))
         # Progress so far
         self.state |= {"loss_average": 0.0, "seconds": 0.0, "timed_tokens": 0}
         self.not_timed, self.pace, self.commit = STEPS_NOT_TIMED, Pace(STEPS_NOT_TIMED), git_commit()
@@ -234,6 +230,13 @@ class Trainer(BaseTrainer):
         self.state = checkpoint.state["progress"]
 
     # Before the first step
+
+    def prepare(self) -> None:
+        config, runtime = self.config, self.runtime
+        if config.device_batch_size == "auto" and runtime.device.type == "cuda":
+            self.batch_size = memory.largest_that_runs(self.batch_size, self.dry_step, runtime)
+        if config.core_metric_every > 0:
+            self.core = self._prepare_core()
 
     def announce(self) -> dict[str, Any]:
         config, runtime, horizon, say = self.config, self.runtime, self.horizon, self.runtime.print
@@ -249,8 +252,6 @@ class Trainer(BaseTrainer):
         if epochs > MANY_EPOCHS:
             rows = f"{len(self.stream.rows):,} training rows are read {epochs:,.0f} times"
             say(f"warning: the {rows}, and will be known by heart: give more text, or lower --num-iterations")
-        if config.device_batch_size == "auto" and runtime.device.type == "cuda":
-            self.batch_size = memory.largest_that_runs(self.batch_size, self.dry_step, runtime)
         pieces = list(map(len, micro_batches(runtime.share(self.rows), self.batch_size)))
         sizes = ", ".join(map(str, pieces[:8])) + (", ..." if len(pieces) > 8 else "")
         say(f"rows of a step, for this process: {sizes} at once")
@@ -260,14 +261,6 @@ class Trainer(BaseTrainer):
         operators = self.model.operators()
         if operators:
             say(f"Gaussian kernel attention by {', '.join(operators)}")
-        # Evaluations, in this order
-        every, samples = config.eval_every, config.sample_every
-        self.evaluations.append(Evaluation("eval", every, self._log_evaluation, EVAL_KEYS, at_start=True))
-        if config.core_metric_every > 0:
-            self.core = self._prepare_core()
-            self.evaluations.append(Evaluation("core", config.core_metric_every, self._score_core, CORE_KEYS))
-        if samples > 0:
-            self.evaluations.append(Evaluation("sample", samples, self._log_samples))
         return {"operators": operators}
 
     def dry_step(self, batch_size: int) -> None:
@@ -369,10 +362,8 @@ class Trainer(BaseTrainer):
 
     def _log_evaluation(self, log: RunLog, stop: Stop, bar: Progress) -> None:
         step, bpb, sigma = self.state["step"], self.evaluate(stop), self.sigma()
-        shown = {name: f"{bpb[name]:.6f}{utf8_note(bpb, name)}" for name in EVAL_KEYS}
-        text = (
-            f"step {step:05d} | train bpb {shown['train_bpb']} | validation bpb {shown['val_bpb']} | {rows_note(bpb)}"
-        )
+        train, val = (f"{bpb[name]:.6f}{utf8_note(bpb, name)}" for name in EVAL_KEYS)
+        text = f"step {step:05d} | train bpb {train} | validation bpb {val} | {rows_note(bpb)}"
         mean = {layer: round(sum(values) / len(values), 3) for layer, values in sigma.items()}
         tokens = step * self.horizon.total_batch_size
         log.log("eval", step, text + (f" | mean sigma {mean}" if mean else ""), **bpb, sigma=sigma, tokens=tokens)
@@ -403,12 +394,11 @@ class Trainer(BaseTrainer):
         log.log("sample", self.state["step"], lines, texts=texts)
 
     def warnings(self) -> dict[str, str]:
-        config, bandwidths, found = self.model.config, self.model.bandwidths(), {}
-        if not bandwidths:
-            return found
-        for layer, sigma in zip(bandwidths, torch.stack([*bandwidths.values()]).tolist()):
-            found |= bandwidth_warnings(layer, sigma, config.n_embd // config.n_head, "--sigma-lr")
-        return found
+        bandwidths, warnings = self.model.bandwidths(), {}
+        values = torch.stack([*bandwidths.values()]).tolist() if bandwidths else []  # one transfer from the device
+        for layer, sigma in zip(bandwidths, values):
+            warnings |= bandwidth_warnings(layer, sigma, self.model.config.head_dim, "--sigma-lr")
+        return warnings
 
     # The run's numbers
 
@@ -441,8 +431,8 @@ class Trainer(BaseTrainer):
             "mfu": mfu,
             "sigma": self.sigma(),
         }
-        shown = {name: f"{numbers[name]:.6f}{utf8_note(numbers, name)}" for name in EVAL_KEYS}
-        words = [f"validation bpb {shown['val_bpb']}, train bpb {shown['train_bpb']}", rows_note(numbers)]
+        train, val = (f"{numbers[name]:.6f}{utf8_note(numbers, name)}" for name in EVAL_KEYS)
+        words = [f"validation bpb {val}, train bpb {train}", rows_note(numbers)]
         return numbers, ", ".join(filter(None, (*words, rate(speed, "tok/s"))))
 
 
@@ -451,4 +441,4 @@ def main(config: TrainConfig) -> None:
 
 
 if __name__ == "__main__":
-    cli.run(main, extended(TrainConfig))
+    cli.run(main, TrainConfig)

@@ -65,6 +65,7 @@ def launch(config: RunConfig, make_trainer: Callable[[Any, Runtime, Checkpoint |
         if runtime.any(log.enabled and finish_record(config.folder, trainer.FINISH_KEYS, trainer.steps) is not None):
             runtime.print(f"{config.folder}: already trained for its {trainer.steps:,} {trainer.STEP}s")
             return
+        trainer.prepare()
         announce(trainer, log)
         cleanup.callback(profiler.close)
         if not train(trainer, log, profiler, Stop()):

@@ -54,7 +54,7 @@ class Trainer(ABC):
         model: the weights; the loop copies those of rank 0 to every process
         steps: the length of the run
         state: the progress, JSON that checkpoints save; state["step"] counts the steps that are done
-        evaluations: run in this order; `announce` may still add some
+        evaluations: run in this order
         saves_every: periods in steps; a checkpoint is written at their multiples, before evaluations and at the end
     """
 
@@ -106,6 +106,9 @@ class Trainer(ABC):
         """
 
     # Defaults that most trainers keep
+
+    def prepare(self) -> None:  # noqa: B027 (most have nothing to prepare)
+        """Prepare what takes all processes, such as data that one of them fetches, before `announce`."""
 
     def identity(self) -> dict[str, str]:
         """Names and values, such as hashes, that must be the same on every process, beside the progress."""

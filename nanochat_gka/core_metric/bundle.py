@@ -1,7 +1,7 @@
 """The evaluation bundle: which tasks there are, their examples, their random baselines.
 
 A bundle is a folder with core.yaml (the tasks), eval_meta_data.csv (the baselines) and eval_data/ (JSON lines, a file
-per task). What is wrong with a task's data is a UserError when that task is read, so that the others can be scored.
+per task). Errors in a task's data are raised when that task is read, so that the other tasks can be scored.
 """
 
 import csv
@@ -18,7 +18,7 @@ from trainkit_gka.cli import UserError
 
 MANIFEST, BASELINES, DATA = "core.yaml", "eval_meta_data.csv", "eval_data"
 CHOICES, SCHEMA, LANGUAGE = "multiple_choice", "schema", "language_modeling"
-# Texts, and the list that `gold` points into, of an example.
+# For each kind of task, an example's fields of text and the list that its `gold` is an index into.
 FIELDS = {
     CHOICES: (("query",), "choices"),
     SCHEMA: (("continuation",), "context_options"),
@@ -55,8 +55,8 @@ CORE_TASKS = tuple(CORE_SIZES)
 PAPER_TASKS = ("hellaswag_zeroshot", "copa", "openbook_qa", "lambada_openai", "winograd", "winogrande")
 TASK_SETS = {"paper": PAPER_TASKS, "core": CORE_TASKS}
 
-# More than any example, list of tasks or table of baselines has: what is larger would cost a reader its memory.
-MAX_EXAMPLE, MAX_TABLE = 2**20, 2**18  # bytes
+# Bytes of an example, and of the list of tasks or the table of baselines; those of real bundles are far smaller.
+MAX_EXAMPLE, MAX_TABLE = 2**20, 2**18
 
 Example = dict[str, Any]
 
@@ -124,7 +124,7 @@ def read_tasks(bundle: Path, wanted: Sequence[str] = ("all",)) -> list[Task]:
     """
     manifest, baselines = bundle / MANIFEST, read_baselines(bundle / BASELINES)
     try:
-        entries = _plain_yaml(_read_table(manifest))["icl_tasks"]
+        entries = yaml.safe_load(_read_table(manifest))["icl_tasks"]
         tasks = [_task(entry, bundle, baselines) for entry in entries]
     except (yaml.YAMLError, KeyError, TypeError, ValueError, IndexError, RecursionError):
         form = "a list icl_tasks of label, dataset_uri, num_fewshot (a list) and icl_task_type"
@@ -143,13 +143,6 @@ def read_tasks(bundle: Path, wanted: Sequence[str] = ("all",)) -> list[Task]:
 def is_inside(path: str) -> bool:
     """Whether a path of a bundle stays in the bundle, on any system."""
     return not (path.startswith("/") or "\\" in path or ":" in path or ".." in PurePosixPath(path).parts)
-
-
-def _plain_yaml(text: str) -> Any:
-    """The value of YAML without aliases, of which few lines can make a value of any size. Raises YAMLError."""
-    if any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text, Loader=yaml.SafeLoader)):
-        raise yaml.YAMLError("it has aliases")
-    return yaml.safe_load(text)
 
 
 def _task(entry: dict[str, Any], bundle: Path, baselines: dict[str, float]) -> Task:

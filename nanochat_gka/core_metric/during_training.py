@@ -29,7 +29,7 @@ class CoreMetric:
         check_enough(tasks, max_per_task, "--core-metric-max-per-task")
         self.tasks = [(task, shuffled(task.examples(), max_per_task)) for task in tasks]
         limits = {"max_per_task": max_per_task, "max_seq_len": scorer.max_seq_len}
-        self.asked = {task.label: {**task_identity(task), **limits} for task in tasks}
+        self.identities = {task.label: {**task_identity(task), **limits} for task in tasks}
 
     def score(self, log: RunLog, step: int, stop: Stop, bar: Progress) -> None:
         """Score the model and log it as event "core". Raises Interrupted if a signal comes first.
@@ -45,14 +45,14 @@ class CoreMetric:
             except UserError as error:  # this task has no score; the run goes on
                 self.runtime.print(f"warning: {error}; the mean of step {step} leaves it out")
                 continue
-            log.log("core_task", step, chart=False, asked=self.asked[task.label], **metrics)
+            log.log("core_task", step, chart=False, asked=self.identities[task.label], **metrics)
         if log.enabled:
             self._report(log, step, time.perf_counter() - started)
 
     def _known(self, log: RunLog, step: int) -> dict[str, dict[str, Any]]:
         """The log's lines of this step's tasks, asked as they are asked now, by label."""
         lines = [line for line in log.records("core_task", *TASK_KEYS) if line["step"] == step]
-        return {line["asked"]["task"]: line for line in lines if line["asked"] in self.asked.values()}
+        return {line["asked"]["task"]: line for line in lines if line["asked"] in self.identities.values()}
 
     def _report(self, log: RunLog, step: int, seconds: float) -> None:
         scores = [score_of(label, line) for label, line in self._known(log, step).items()]

@@ -56,8 +56,8 @@ def question(task: Task, examples: list[Example], index: int, tokenizer: Tokeniz
 
 
 def _shots(task: Task, examples: list[Example], index: int) -> list[Example]:
-    others = [*range(index), *range(index + 1, len(examples))]
-    return [examples[i] for i in random.Random(SHOT_SEED + index).sample(others, task.shots)] if task.shots else []
+    rest = [*range(index), *range(index + 1, len(examples))]
+    return [examples[i] for i in random.Random(SHOT_SEED + index).sample(rest, task.shots)] if task.shots else []
 
 
 def _prompts(
@@ -69,11 +69,11 @@ def _prompts(
     before = "".join(_shot(task, shot) + BETWEEN for shot in shots)
     if task.kind == LANGUAGE:
         context = before + example["context"].strip() + task.delimiter
-        without, whole = encode(context.strip()), encode(context + example["continuation"])
-        if len(whole) <= len(without) or whole[: len(without)] != without:
+        without, full = encode(context.strip()), encode(context + example["continuation"])
+        if len(full) <= len(without) or full[: len(without)] != without:
             merged = f"it merges {example['continuation']!r} into its context"
             raise UserError(f"{task.file}: {task.label} cannot be asked with this tokenizer: {merged}")
-        return [whole], [len(without)]
+        return [full], [len(without)]
     if task.kind == CHOICES:
         prompts = [encode(before + example["query"] + task.delimiter + choice) for choice in example["choices"]]
         return prompts, [common_prefix(prompts)] * len(prompts)

@@ -14,7 +14,6 @@ from rich.table import Table
 from nanochat_gka.core_metric.bundle import CORE_SIZES, CORE_TASKS, PAPER_TASKS
 from nanochat_gka.core_metric.published import (
     GPT2_ACCURACY,
-    GPT2_CORE,
     GPT2_MODELS,
     PAPER_CENTERED,
     PAPER_EXAMPLES,
@@ -26,6 +25,11 @@ from trainkit_gka.progress import console
 WIDTHS = (35, 10, 10)  # of the CSV's columns
 SHOWN_GPT2 = (0, 3)  # the smallest and the largest
 WIDE = 124  # of the table in a file or a pipe
+CAPTION = (
+    "Centred scores, 0 is guessing; ± is one standard error, n the number of examples. GPT-2 124M and the paper's "
+    f"base: full tasks; GPT-2 1.5B: at most 1,000 examples each; the paper's GKA: n = {PAPER_EXAMPLES[1]} (copa 100), "
+    "which its digits show and its text does not say."
+)
 
 
 @dataclass(frozen=True)
@@ -111,75 +115,49 @@ def show(scores: Sequence[Score], title: str) -> None:
 def table(scores: Sequence[Score], title: str, gpt2_models: Sequence[int] = SHOWN_GPT2) -> Table:
     """The scores beside the paper's and GPT-2's. All but our accuracy are centred; ± is of the column before it."""
     layout = dict(box=box.SIMPLE, padding=(0, 1, 0, 0), title_justify="left", caption_justify="left")
-    shown = Table(title=escape(title), caption=_caption(scores, gpt2_models), **layout)
-    shown.add_column("task", overflow="fold")
-    for heading in ("n", "accuracy", "centred", "±"):
-        _add_column(shown, heading)
+    printed = Table(title=escape(title), caption=CAPTION, **layout)
+    printed.add_column("task", overflow="fold")
     paper = ("paper: base", "±", f"paper: GKA n={PAPER_EXAMPLES[1]}", "±")
-    for heading in (*(GPT2_MODELS[model] for model in gpt2_models), *paper):
-        _add_column(shown, heading, style="dim")
+    for heading in ("n", "accuracy", "centred", "±", *(GPT2_MODELS[model] for model in gpt2_models), *paper):
+        printed.add_column(heading, justify="right", min_width=5 if heading in ("n", "±") else 7, max_width=8)
     for score in scores:
-        numbers = [
-            f"{score.examples:,}",
-            f"{score.accuracy:.4f}",
-            f"{score.centered:.4f}",
-            f"{score.standard_error:.3f}",
-        ]
-        gpt2 = [_gpt2_cell(score, model) for model in gpt2_models]
-        shown.add_row(escape(score.label), *numbers, *gpt2, *_paper_cells(score))
-    shown.add_section()
-    six = [score for score in scores if score.label in PAPER_TASKS]
+        numbers = [f"{score.examples:,}", f"{score.accuracy:.4f}", f"{score.centered:.4f}"]
+        published = [*_gpt2_cells([score], gpt2_models), *_paper_cells([score])]
+        printed.add_row(escape(score.label), *numbers, f"{score.standard_error:.3f}", *published)
+    printed.add_section()
     means = [(aggregate(scores)[0], scores)]
+    six = [score for score in scores if score.label in PAPER_TASKS]
     if len(six) == len(PAPER_TASKS) < len(scores):
         means.append(("mean of the paper's six", six))
-    for name, chosen in means:
-        labels, error = {score.label for score in chosen}, error_of_mean([score.standard_error for score in chosen])
-        gpt2 = [f"{_gpt2_mean(labels, chosen, i):.4f}" if labels <= set(GPT2_ACCURACY) else "" for i in gpt2_models]
-        paper_means = _paper_means(chosen) if labels == set(PAPER_TASKS) else [""] * 4
-        shown.add_row(name, "", "", f"{aggregate(chosen)[1]:.4f}", f"{error:.3f}", *gpt2, *paper_means, style="bold")
-    return shown
+    for name, group in means:
+        error = error_of_mean([score.standard_error for score in group])
+        published = [*_gpt2_cells(group, gpt2_models), *_paper_cells(group)]
+        printed.add_row(name, "", "", f"{aggregate(group)[1]:.4f}", f"{error:.3f}", *published, style="bold")
+    return printed
 
 
-def _caption(scores: Sequence[Score], gpt2_models: Sequence[int]) -> str:
-    parts = ["Centred scores, 0 is guessing; ± is one standard error, n the number of examples."]
-    parts.append("The paper's base: errors as of full tasks.")
-    if gpt2_models:
-        parts.append("GPT-2 124M: full tasks; GPT-2 1.5B: at most 1,000 examples each.")
-    if any(score.label in PAPER_TASKS for score in scores):
-        parts.append(f"The paper's GKA: n = {PAPER_EXAMPLES[1]} (copa 100), which it does not say but its digits do.")
-    return " ".join(parts)
+def _gpt2_cells(scores: Sequence[Score], models: Sequence[int]) -> list[str]:
+    """The models' mean centred score on these tasks; empty where one is not published."""
+    if not all(score.label in GPT2_ACCURACY for score in scores):
+        return [""] * len(models)
+    centred = [[centered(GPT2_ACCURACY[s.label][model], s.baseline) for s in scores] for model in models]
+    return [f"{sum(values) / len(values):.4f}" for values in centred]
 
 
-def _add_column(shown: Table, heading: str, **style) -> None:
-    shown.add_column(heading, justify="right", min_width=5 if heading in ("n", "±") else 7, max_width=8, **style)
+def _paper_cells(scores: Sequence[Score]) -> list[str]:
+    """The centred score as printed and its standard error, of the paper's base and GKA.
 
-
-def _gpt2_cell(score: Score, model: int) -> str:
-    if score.label not in GPT2_ACCURACY:
-        return ""
-    return f"{centered(GPT2_ACCURACY[score.label][model], score.baseline):.4f}"
-
-
-def _paper_cells(score: Score) -> list[str]:
-    """Centred score as printed and its standard error, of the paper's base and GKA."""
-    if score.label not in PAPER_CENTERED:
+    Of one of the paper's tasks or of all six; empty for others.
+    """
+    labels = {score.label for score in scores}
+    if labels == set(PAPER_TASKS):
+        values = PAPER_MEAN
+    elif len(scores) == 1 and labels < set(PAPER_TASKS):
+        values = PAPER_CENTERED[scores[0].label]
+    else:
         return [""] * 4
     cells = []
-    for model, printed in enumerate(PAPER_CENTERED[score.label]):
-        error = paper_score(score.label, model, score.baseline).standard_error
-        cells += [f"{printed:.4f}", f"{error:.3f}"]
+    for model, value in enumerate(values):
+        errors = [paper_score(score.label, model, score.baseline).standard_error for score in scores]
+        cells += [f"{value:.4f}", f"{error_of_mean(errors):.3f}"]
     return cells
-
-
-def _paper_means(six: Sequence[Score]) -> list[str]:
-    cells = []
-    for model, printed in enumerate(PAPER_MEAN):
-        errors = [paper_score(score.label, model, score.baseline).standard_error for score in six]
-        cells += [f"{printed:.4f}", f"{error_of_mean(errors):.3f}"]
-    return cells
-
-
-def _gpt2_mean(labels: set[str], scores: Sequence[Score], model: int) -> float:
-    if labels == set(CORE_TASKS):
-        return GPT2_CORE[model]
-    return sum(centered(GPT2_ACCURACY[score.label][model], score.baseline) for score in scores) / len(scores)

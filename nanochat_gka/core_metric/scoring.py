@@ -29,12 +29,12 @@ def batches(questions: Sequence[Question], batch_tokens: int) -> Iterator[list[i
     prompts = longest = 0
     order = sorted(range(len(questions)), key=lambda i: (questions[i].longest // LENGTH_STEP, questions[i].prompts[0]))
     for place in order:
-        asked = questions[place]
-        if batch and (prompts + len(asked.prompts)) * max(longest, asked.longest) > batch_tokens:
+        question = questions[place]
+        if batch and (prompts + len(question.prompts)) * max(longest, question.longest) > batch_tokens:
             yield batch
             batch, prompts, longest = [], 0, 0
         batch.append(place)
-        prompts, longest = prompts + len(asked.prompts), max(longest, asked.longest)
+        prompts, longest = prompts + len(question.prompts), max(longest, question.longest)
     if batch:
         yield batch
 
@@ -59,16 +59,16 @@ class Verdict:
 @torch.inference_mode()
 def judge(model: GPT, questions: Sequence[Question], prefix_reuse: bool = True) -> list[list[Verdict]]:
     """A verdict on every prompt of every question of one batch."""
-    prompts = [prompt for asked in questions for prompt in asked.prompts]
-    starts = [start for asked in questions for start in asked.starts]
+    prompts = [prompt for question in questions for prompt in question.prompts]
+    starts = [start for question in questions for start in question.starts]
     spans = [prompt[start:] for prompt, start in zip(prompts, starts)]
     device, sizes = model.device, [len(span) for span in spans]
-    tree = PromptTree(prompts, starts, [len(asked.prompts) for asked in questions], device, share=prefix_reuse)
+    tree = PromptTree(prompts, starts, [len(question.prompts) for question in questions], device, share=prefix_reuse)
     targets = torch.tensor([token for span in spans for token in span], dtype=torch.long, device=device)
     rows = torch.repeat_interleave(torch.tensor(sizes)).to(device)
     hidden = model.hidden(tree.ids, tree)[0]
 
-    compute_greedy = any(asked.greedy for asked in questions)
+    compute_greedy = any(question.greedy for question in questions)
     nats = torch.zeros(len(prompts), dtype=torch.float64, device=device)
     hits = torch.zeros(len(prompts), dtype=torch.long, device=device)
     rows_at_once = max(1, LOGITS_AT_ONCE[device.type] // model.config.vocab_size)
@@ -81,18 +81,18 @@ def judge(model: GPT, questions: Sequence[Question], prefix_reuse: bool = True) 
         Verdict(loss, size, compute_greedy and hit == size)
         for loss, size, hit in zip(nats.tolist(), sizes, hits.tolist())
     )
-    return [list(islice(verdicts, len(asked.prompts))) for asked in questions]
+    return [list(islice(verdicts, len(question.prompts))) for question in questions]
 
 
-def answer(asked: Question, verdicts: list[Verdict]) -> int:
+def answer(question: Question, verdicts: list[Verdict]) -> int:
     """The model's answer: the number of a prompt or, for a greedy question, 1 if the span is right else 0.
 
     The lowest mean loss wins, by Python's min as upstream: the first of equals, and an empty span's NaN only if it
     comes first.
     """
-    if asked.greedy:
+    if question.greedy:
         return int(verdicts[0].greedy)
     # Cropping can make prompts equal; in a batch their losses differ by rounding, which must not choose.
-    prompts = list(zip(asked.prompts, asked.starts))
+    prompts = list(zip(question.prompts, question.starts))
     means = [verdicts[prompts.index(prompt)].mean for prompt in prompts]
     return means.index(min(means))

@@ -67,13 +67,13 @@ class TaskScorer:
         """
         self.runtime.barrier()
         started = time.perf_counter()
-        shown = bar.add_task(escape(task.label), total=len(self._share(examples)), status="")
+        progress = bar.add_task(escape(task.label), total=len(self._share(examples)), status="")
         outcome = torch.zeros(len(examples), dtype=torch.float64, device=self.runtime.device)
         try:
             for count in self.runtime.rounds(self._ask(task, examples, outcome), stop):
-                bar.advance(shown, count)
+                bar.advance(progress, count)
         finally:
-            bar.remove_task(shown)
+            bar.remove_task(progress)
         outcome = self.runtime.sum(outcome).cpu()
         if (outcome == NOT_FINITE).any():
             reason = "its weights are damaged, or its training diverged"

@@ -55,13 +55,13 @@ def library_files() -> Iterator[Path]:
 
 
 def _new_paragraphs(text: str, seen: set[str]) -> str:
-    kept = []
+    paragraphs = []
     for paragraph in text.split("\n\n"):
         key = " ".join(paragraph.split())
         if len(key) >= MIN_PARAGRAPH and key not in seen:
             seen.add(key)
-            kept.append(paragraph.rstrip())
-    return "\n\n".join(kept)
+            paragraphs.append(paragraph.rstrip())
+    return "\n\n".join(paragraphs)
 
 
 def docstrings(path: Path) -> Iterator[str]:

@@ -29,6 +29,7 @@ DOCUMENT_BATCH = 128  # documents that nanochat's loader tokenises at once
 BUFFER = 2**20  # bytes of a file that are read at once
 SAMPLES, SAMPLE = 16, 2**16  # blocks and their bytes, in a checksum that is quick for any file
 MUCH_HELD_OUT = 0.05
+ENDINGS = re.compile(r"(\.(txt|md|jsonl|json|parquet|gz|zst))+$")
 SPLIT_NAMES = {"train": "train", "training": "train", "test": "test", "testing": "test"}
 SPLIT_NAMES.update(dict.fromkeys(("val", "valid", "validation", "dev"), "val"))
 
@@ -45,7 +46,7 @@ class ParquetCorpus:
 
     def __post_init__(self):
         if not self.folder.exists():
-            raise UserError(f"corpus folder not found: {self.folder} (make data creates one, or pass --corpus DIR)")
+            raise UserError(f"corpus folder not found: {self.folder} (python -m nanochat_gka.corpus makes one)")
         if len(top_parquet(self.folder)) < 2:
             rule = "needs at least two .parquet files (the last by name is the validation split)"
             command = f"python -m nanochat_gka.corpus --source {shlex.quote(str(self.folder))} --out FOLDER"
@@ -136,8 +137,8 @@ def splits_of(split_of: dict[str, str | None]) -> dict[str, list[str]] | None:
 
 def _named_split(path: PurePosixPath) -> str | None:
     """The split that a folder's name is, or a file's first or last word: `val/a.txt`, `wiki.train-0-of-2.txt`."""
-    stem = re.sub(r"(\.(txt|md|jsonl|json|parquet|gz|zst))+$", "", path.name.lower())
-    words = re.findall(r"[^-._ \d]+", re.sub(r"\d+-of-\d+$", "", stem))
+    stem = re.sub(r"\d+-of-\d+$", "", ENDINGS.sub("", path.name.lower()))
+    words = re.findall(r"[^-._ \d]+", stem)
     candidates = [*map(str.lower, path.parts[:-1]), *words[:1], *words[-1:]]
     return next((SPLIT_NAMES[word] for word in candidates if word in SPLIT_NAMES), None)
 
@@ -225,10 +226,9 @@ def checksum(path: Path) -> str:
 def file_changes(before: dict[str, Any], now: dict[str, Any], source: str = "source") -> str:
     """What became of a corpus's files between two notes that hold fingerprints; empty if nothing.
 
-    source: the key of names and sizes. What an earlier version noted has no checksums.
+    source: the key of names and sizes.
     """
-    keys = [source, "checksums"] if "checksums" in before else [source]
-    old, new = ({entry[0][0]: entry for entry in zip(*(note[key] for key in keys))} for note in (before, now))
+    old, new = ({e[0][0]: e for e in zip(note[source], note["checksums"])} for note in (before, now))
     return describe_changes(old, new)
 
 
@@ -236,8 +236,8 @@ def describe_changes(old: dict[str, Any], new: dict[str, Any]) -> str:
     """What became of named things: "1 added (c.parquet), 2 changed (a.parquet, b.parquet)"; empty if all are equal."""
     names = {"added": new.keys() - old.keys(), "removed": old.keys() - new.keys()}
     names["changed"] = {name for name in old.keys() & new.keys() if old[name] != new[name]}
-    shown = {kind: ", ".join(sorted(some)[:3]) + (", ..." if len(some) > 3 else "") for kind, some in names.items()}
-    return ", ".join(f"{len(names[kind])} {kind} ({shown[kind]})" for kind in names if names[kind])
+    listed = {kind: ", ".join(sorted(some)[:3]) + (", ..." if len(some) > 3 else "") for kind, some in names.items()}
+    return ", ".join(f"{len(names[kind])} {kind} ({listed[kind]})" for kind in names if names[kind])
 
 
 def claim(folder: Path, source: str) -> None:

@@ -30,7 +30,7 @@ Batch = tuple[torch.Tensor, torch.Tensor]  # ids and targets, both (rows, T) int
 def same_rows(about: dict[str, Any]) -> dict[str, Any]:
     """What the manifests of equal rows, and checkpoints that tell of them, have in common.
 
-    Rows of documents that are not split say nothing of it, as those of earlier versions.
+    Only rows of split documents have the last key.
     """
     same = {key: about.get(key) for key in ("tokenizer_sha256", "sequence_len", "source")}
     return {**same, "split_documents": True} if splits_documents(about) else same
@@ -43,9 +43,9 @@ class PackedData:
         self.folder = Path(folder)
         path = self.folder / MANIFEST
         if not path.exists():
-            command = f"run make tokenize, or python -m nanochat_gka.pack --out {self.folder}"
+            command = f"make them by python -m nanochat_gka.pack --out {self.folder}"
             raise UserError(f"no packed data in {self.folder} (no {MANIFEST}); {command}")
-        advice = f"delete {path} and pack again (make tokenize), which keeps what is intact"
+        advice = f"delete {path} and pack again, which keeps what is intact"
         try:
             self.manifest = read_json(path, "manifest")
         except UserError as error:
@@ -88,11 +88,10 @@ class PackedData:
 
         choice: "upstream" takes the first rows of nanochat's loader with one process. Of "val" they are the split's
         own; of "train" they are kept apart, and if more are asked for than are kept, the split's own are taken.
-        "spaced" takes evenly spaced rows of the whole split, which a folder without upstream rows always gives: one
-        where documents were split, or of an earlier version.
+        "spaced" takes evenly spaced rows of the whole split, as always where documents were split.
         """
         rows, count = self._rows[split], self._count(split, tokens)
-        if choice == "spaced" or not self.has_upstream_rows:
+        if choice == "spaced" or splits_documents(self.manifest):
             return rows.some([number * len(rows) // count for number in range(count)])
         return (self._rows[TRAIN_FIRST] if self._keeps(split, count) else rows).some(range(count))
 
@@ -101,7 +100,7 @@ class PackedData:
 
         "first" if only some are: the text is so short that nanochat reads it again, or more are evaluated than kept.
         """
-        if choice == "spaced" or not self.has_upstream_rows:
+        if choice == "spaced" or splits_documents(self.manifest):
             return "spaced"
         counts = {split: self._count(split, tokens) for split in SPLITS}
         return "upstream" if all(self._upstream(split, count) == count for split, count in counts.items()) else "first"
@@ -150,16 +149,11 @@ class PackedData:
                     f"{self.folder} was packed with another {name} than the run in {run}; "
                     "use its data, or another --model-tag"
                 )
-        if saved.get("train_rows", self.rows_hash("train")) != self.rows_hash("train"):  # earlier versions did not say
+        if saved["train_rows"] != self.rows_hash("train"):
             raise UserError(
                 f"{self.folder} has other rows than the run in {run}, though they are of the same text: another "
                 "version packed them; use its data, or another --model-tag"
             )
-
-    @property
-    def has_upstream_rows(self) -> bool:
-        """Whether the rows were packed by a version that keeps nanochat's evaluation rows."""
-        return any(shard["split"] == TRAIN_FIRST for shard in self.manifest["shards"])
 
     def warn_of_rows(self, choice: str, tokens: int, show: Callable[[str], None]) -> None:
         """`show` a note if "upstream" rows are wanted and not all that are evaluated are nanochat's.
@@ -168,18 +162,11 @@ class PackedData:
         """
         if choice != "upstream" or splits_documents(self.manifest):
             return
-        if not self.has_upstream_rows:
+        available, count = len(self._rows[TRAIN_FIRST]), self._count("train", tokens)
+        if available < count < len(self._rows["train"]):
             show(
-                f"note: {self.folder} was packed by an earlier version, so evaluations take evenly spaced rows, not "
-                f"nanochat's first ones; to have those, delete {self.folder / MANIFEST} and pack again, which keeps "
-                "the training rows"
-            )
-            return
-        kept, count = len(self._rows[TRAIN_FIRST]), self._count("train", tokens)
-        if kept < count < len(self._rows["train"]):
-            show(
-                f"note: {self.folder} keeps nanochat's first {kept:,} rows of the training text, and {count:,} are "
-                "evaluated, so they are the split's as packed for training, which cuts more of the long documents"
+                f"note: {self.folder} keeps nanochat's first {available:,} rows of the training text, and {count:,} "
+                "are evaluated, so they are the split's as packed for training, which cuts more of the long documents"
             )
         for split, name in (("train", "training"), ("val", "validation")):
             count = self._count(split, tokens)
@@ -200,8 +187,6 @@ def rows_of_run(data: dict[str, Any], run: Path) -> Path:
         raise UserError(f"{run} is an exported model, which does not say where its rows are; give --data FOLDER")
     tokenizer, length, files = data["tokenizer_sha256"], data["sequence_len"], data["source"]
     needed = f"--data FOLDER with rows of {length} tokens of tokenizer {tokenizer[:12]}"
-    if "folder" not in data:
-        raise UserError(f"{run} is of an earlier version, which did not note where its rows are; give {needed}")
     for folder in (run / data["folder_from_run"], Path(data["folder"])):
         with contextlib.suppress(UserError):
             manifest = read_json(folder / MANIFEST, "manifest")
@@ -261,7 +246,7 @@ class Rows:
         path, first = self.paths[shard], int(self.ends[shard - 1]) if shard else 0
         return (
             f"{path} is damaged: row {indices[place] - first} has id {rows[place].max()}, and the vocabulary has "
-            f"{self.vocab_size} tokens; delete {path.parent / MANIFEST} and pack again (make tokenize), which keeps "
+            f"{self.vocab_size} tokens; delete {path.parent / MANIFEST} and pack again, which keeps "
             "what is intact"
         )
 

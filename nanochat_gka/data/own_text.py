@@ -21,7 +21,7 @@ import os
 import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -32,6 +32,7 @@ import pyarrow.parquet as pq
 from nanochat_gka.data import SPLITS
 from nanochat_gka.data.corpora import (
     COLUMN,
+    ENDINGS,
     MUCH_HELD_OUT,
     NOTE,
     ROW_GROUP,
@@ -56,70 +57,65 @@ END_CHARS = 10_000  # at least so many of them, but no more than a tenth of the 
 LONGEST = 2**22  # characters of a document of a text file
 GROUP_BYTES = 2**24  # of documents that are held in memory until they are written
 RECORD = "files.json"
-RULES = 2  # of what is read and held out; a corpus that was written by others is written again
-SHARD = re.compile(r"shard_\d{5}\.parquet")  # runs/make.py has it too
-NAMED, LAST = "as the files are named", "the last file by name"
+RULES = 2  # of what is read and held out; a corpus written by other rules is written again
+SHARD = re.compile(r"shard_\d{5}\.parquet")
+READMES = ("readme.md", "readme.txt")
 
 
 @dataclass
 class Source:
-    """What there is to read. files: by path within `root`, in order. unread: how many other files, by suffix.
+    """What to read of a file or folder.
 
-    held_out: in words, what is held out if names or the layout say so.
+    files: by path within `root`, in order. unread: the number of other files, by suffix. splits: the files of train and
+    val if names or the layout say so, as `held_out` describes.
     """
 
     root: Path
-    files: dict[str, Path] = field(default_factory=dict)
-    unread: Counter[str] = field(default_factory=Counter)
-    held_out: str = ""
-
-    def keep(self, names: Iterable[str]) -> None:
-        """Count the other files as unread."""
-        kept = set(names)
-        self.unread.update(suffixes(name for name in self.files if name not in kept))
-        self.files = {name: path for name, path in self.files.items() if name in kept}
+    files: dict[str, Path]
+    unread: Counter[str]
+    splits: dict[str, list[str]] | None
+    held_out: str
 
 
-def find(root: Path, out: Path) -> tuple[Source, dict[str, list[str]] | None]:
-    """The files of `root`, a file or a folder, and those of each split if names or the layout say so.
+def find(root: Path, out: Path) -> Source:
+    """The files of `root`, a file or a folder. Links are followed, but no folder is entered twice.
 
-    Links are followed, but no folder is entered twice. Raises UserError if there is nothing to read or `out` is inside.
+    Raises UserError if there is nothing to read or `out` is inside `root`.
     """
     if not root.exists():
         raise UserError(f"--source {root} is neither builtin nor fineweb nor a file or folder")
     if out.resolve().is_relative_to(root.resolve()):
-        raise UserError(f"{out} is inside {root} and would be read as text; choose another --out (with make, BASE)")
-    source = Source(root, dict(sorted(_walk(root))))
-    readable = [name for name in source.files if _kind(name)[0] in KINDS]
-    beside = [name for name in readable if "/" not in name and _kind(name)[0] == ".parquet"]
-    if len(beside) > 1 and ((root / NOTE).exists() or all(map(SHARD.fullmatch, beside))):
-        splits, source.held_out = deal(beside), NAMED if named_splits(beside) else LAST
+        raise UserError(f"{out} is inside {root} and would be read as text; choose another --out")
+    files = dict(sorted(_walk(root)))
+    readable = [name for name in files if _kind(name)[0] in KINDS]
+    parquet = [name for name in readable if "/" not in name and _kind(name)[0] == ".parquet"]
+    held_out = "as the files are named"
+    if len(parquet) > 1 and ((root / NOTE).exists() or all(map(SHARD.fullmatch, parquet))):
+        splits = deal(parquet)
+        held_out = held_out if named_splits(parquet) else "the last file by name"
     else:
-        splits, source.held_out = _named_splits(root, readable), NAMED
-    source.keep(chain(*splits.values()) if splits else readable)
-    if not source.files:
-        raise UserError(f"{root} has no text to read ({counted(source.unread) or 'it is empty'}); what is read: {READ}")
-    return source, splits
+        splits = _named_splits(root, readable)
+    chosen = set(chain(*splits.values()) if splits else readable)
+    unread = suffixes(name for name in files if name not in chosen)
+    if not chosen:
+        raise UserError(f"{root} has no text to read ({counted(unread) or 'it is empty'}); what is read: {READ}")
+    return Source(root, {name: path for name, path in files.items() if name in chosen}, unread, splits, held_out)
 
 
 def _named_splits(root: Path, names: list[str]) -> dict[str, list[str]] | None:
     """The files of the train and val splits, if names put every file but a README in a split."""
-    split_of = {name: _named_split(PurePosixPath(name.lower())) for name in names if not _is_readme(name)}
-    splits, others = splits_of(split_of), [name for name, split in split_of.items() if split is None]
-    if splits and others:
-        print(f"{root}: names do not decide what is held out, for some are in no split: {counted(suffixes(others))}")
-    return None if others else splits
+    paths = {name: PurePosixPath(name.lower()) for name in names}
+    split_of = {name: _named_split(path) for name, path in paths.items() if path.name not in READMES}
+    splits, unnamed = splits_of(split_of), [name for name, split in split_of.items() if split is None]
+    if splits and unnamed:
+        print(f"{root}: names do not decide what is held out, for some are in no split: {counted(suffixes(unnamed))}")
+    return None if unnamed else splits
 
 
 def _named_split(path: PurePosixPath) -> str | None:
     """The split that the name of a folder is, or that of a file: `val/a.txt`, `train-00000-of-00002.parquet`."""
-    stem = re.sub(r"(\.(txt|md|jsonl|json|parquet|gz|zst))+$", "", path.name)
-    word = re.sub(r"[-_.]?\d+(-of-\d+)?$", "", stem).split(".")[-1]
+    word = re.sub(r"[-_.]?\d+(-of-\d+)?$", "", ENDINGS.sub("", path.name)).split(".")[-1]
     return next((SPLIT_NAMES[name] for name in (*path.parts[:-1], word) if name in SPLIT_NAMES), None)
-
-
-def _is_readme(name: str) -> bool:
-    return PurePosixPath(name.lower()).name in ("readme.md", "readme.txt")
 
 
 def _walk(root: Path) -> Iterator[tuple[str, Path]]:
@@ -127,17 +123,17 @@ def _walk(root: Path) -> Iterator[tuple[str, Path]]:
     if root.is_file():
         yield root.name, root
         return
+
+    def stop(error: OSError) -> None:
+        raise error
+
     entered = set()
-    for folder, folders, names in os.walk(root, onerror=_raise, followlinks=True):
+    for folder, folders, names in os.walk(root, onerror=stop, followlinks=True):
         real = os.path.realpath(folder)
         folders[:] = sorted(name for name in folders if not name.startswith(".") and real not in entered)
         if real not in entered:
             yield from ((Path(folder, n).relative_to(root).as_posix(), Path(folder, n)) for n in names if n[0] != ".")
         entered.add(real)
-
-
-def _raise(error: OSError) -> None:
-    raise error
 
 
 def _kind(name: str) -> tuple[str, str | None]:
@@ -148,7 +144,7 @@ def _kind(name: str) -> tuple[str, str | None]:
     return ("" if codec and kind == ".parquet" else kind), codec
 
 
-def write(source: Source, splits: dict[str, list[str]] | None, out: Path, column: str = COLUMN) -> None:
+def write(source: Source, out: Path, column: str = COLUMN) -> None:
     """Write `out`/train.parquet and `out`/val.parquet, unless they are there and no file has changed since.
 
     Raises UserError, in one line, for a file that is not what its name says or has no text in `column`, and if a split
@@ -163,15 +159,11 @@ def write(source: Source, splits: dict[str, list[str]] | None, out: Path, column
         return
     if changes:
         print(f"{source.root} has changed since {out} was written: {changes}")
-    record = {
-        "rules": RULES,
-        "column": column,
-        "files": {name: [*states[name], sha256(source.files[name])] for name in states},
-    }
+    files = {name: [*states[name], sha256(source.files[name])] for name in states}
     (out / RECORD).unlink(missing_ok=True)
     with atomic(out / "val.parquet") as val, atomic(out / "train.parquet") as train:
-        _write_splits(source, splits, column, {"train": train, "val": val})
-    write_json(out / RECORD, record)
+        _Writer(source, column, {"train": train, "val": val}).write()
+    write_json(out / RECORD, {"rules": RULES, "column": column, "files": files})
 
 
 def _changes(source: Source, states: dict[str, tuple[int, int]], out: Path, column: str) -> str | None:
@@ -180,7 +172,7 @@ def _changes(source: Source, states: dict[str, tuple[int, int]], out: Path, colu
         return None
     record = read_json(out / RECORD, "note of the corpus's files")
     if record.get("rules") != RULES:
-        return "it was read by the rules of an earlier version"
+        return "it was read by other rules"
     if record["column"] != column:
         return f"it was column {record['column']}"
     now: dict[str, Any] = dict(states)
@@ -190,59 +182,72 @@ def _changes(source: Source, states: dict[str, tuple[int, int]], out: Path, colu
     return describe_changes(record["files"], now)
 
 
-def _write_splits(source: Source, splits: dict[str, list[str]] | None, column: str, paths: dict[str, Path]) -> None:
-    empty: Counter[str] = Counter()
-    not_text: set[str] = set()  # files of JSON
-    mixed = not splits and any(_kind(name)[0] != ".json" for name in source.files)
+class _Writer:
+    """Reads the documents of a source and writes each to the file of its split."""
 
-    def documents(names: Collection[str]) -> Iterator[str]:
+    def __init__(self, source: Source, column: str, paths: dict[str, Path]):
+        self.source, self.column, self.paths = source, column, paths
+        self.empty: Counter[str] = Counter()  # documents of white space, by file
+        self.textless: set[str] = set()  # files of JSON without the field, which are left out among other text
+        self.may_skip = not source.splits and any(_kind(name)[0] != ".json" for name in source.files)
+
+    def write(self) -> None:
+        splits, held_out = self.source.splits, self.source.held_out
+        if splits:
+            written = self._deal((split, text) for split in SPLITS for text in self._documents(splits[split]))
+        else:
+            held_out = f"one document in {ONE_IN}, by checksum"
+            written = self._deal((_split_of(text), text) for text in self._documents(self.source.files))
+            train, val = (written[name] for name in SPLITS)
+            chars = train.chars + val.chars
+            too_few = train.documents + val.documents < ONE_IN or not train.documents
+            if too_few or val.chars < min(END_CHARS, chars // 10):
+                held_out = "the end of the text"
+                self.empty.clear()
+                written = self._deal(_cut_end(self._documents(self.source.files), chars))
+        for name in SPLITS:
+            if not written[name].documents:
+                where = f": nothing in {', '.join(splits[name])}" if splits else ""
+                raise UserError(f"{self.source.root} has too little text for the {name} split{where}")
+        self._report(written, held_out)
+
+    def _documents(self, names: Collection[str]) -> Iterator[str]:
         with progress_bar() as bar:
             task = bar.add_task("reading files", total=len(names), status="")
             for name in names:
                 begun = False
                 try:
-                    for text in _documents(source.files[name], column):
+                    for text in _documents(self.source.files[name], self.column):
                         begun = True
-                        empty[name] += not text.strip()
+                        self.empty[name] += not text.strip()
                         if text.strip():
                             yield text
                 except _NoField:
-                    if begun or not mixed or _kind(name)[0] != ".json":
+                    if begun or not self.may_skip or _kind(name)[0] != ".json":
                         raise
-                    not_text.add(name)
+                    self.textless.add(name)
                 bar.advance(task)
 
-    if splits:
-        how = source.held_out
-        written = _deal(((split, text) for split in SPLITS for text in documents(splits[split])), paths)
-    else:
-        how = f"one document in {ONE_IN}, by checksum"
-        written = _deal(((_split_of(text), text) for text in documents(source.files)), paths)
-        train, val = (written[name] for name in SPLITS)
-        chars = train.chars + val.chars
-        too_few = train.documents + val.documents < ONE_IN or not train.documents
-        if too_few or val.chars < min(END_CHARS, chars // 10):
-            how = "the end of the text"
-            empty.clear()
-            written = _deal(_cut_end(documents(source.files), chars), paths)
-    for name in SPLITS:
-        if not written[name].documents:
-            where = f": nothing in {', '.join(splits[name])}" if splits else ""
-            raise UserError(f"{source.root} has too little text for the {name} split{where}")
-    for name, split in written.items():
-        print(f"{name}: {split.documents:,} documents, {split.bytes / 1e6:.2f} MB")
-    if not_text:
-        named = ", ".join(sorted(not_text)[:3]) + (", ..." if len(not_text) > 3 else "")
-        what = f"{len(not_text):,} files without a field {column} that is a string ({named})"
-        print(f"{source.root}: not read: {what}; if one has text, name it by --text-column (with make, COLUMN)")
-    read = [name for name in source.files if name not in not_text]
-    kinds = Counter("".join(Path(name.lower()).suffixes[-2 if _kind(name)[1] else -1 :]) for name in read)
-    share = written["val"].chars / sum(split.chars for split in written.values())
-    how += f", {share:.0%} of the text" if how == LAST and share > MUCH_HELD_OUT else ""
-    print(
-        f"from {counted(kinds)}; held out: {how}"
-        + (f"; {empty.total():,} empty documents left out" if empty.total() else "")
-    )
+    def _deal(self, documents: Iterable[tuple[str, str]]) -> dict[str, "_Split"]:
+        with contextlib.ExitStack() as stack:
+            splits = {name: stack.enter_context(contextlib.closing(_Split(p))) for name, p in self.paths.items()}
+            for name, text in documents:
+                splits[name].add(text)
+        return splits
+
+    def _report(self, written: dict[str, "_Split"], held_out: str) -> None:
+        for name, split in written.items():
+            print(f"{name}: {split.documents:,} documents, {split.bytes / 1e6:.2f} MB")
+        if self.textless:
+            named = ", ".join(sorted(self.textless)[:3]) + (", ..." if len(self.textless) > 3 else "")
+            files = f"{len(self.textless):,} files without a field {self.column} that is a string ({named})"
+            print(f"{self.source.root}: not read: {files}; if one has text, name it by --text-column")
+        read = [name for name in self.source.files if name not in self.textless]
+        kinds = Counter("".join(Path(name.lower()).suffixes[-2 if _kind(name)[1] else -1 :]) for name in read)
+        share = written["val"].chars / sum(split.chars for split in written.values())
+        how = f"{held_out}, {share:.0%} of the text" if share > MUCH_HELD_OUT and "last file" in held_out else held_out
+        empty = f"; {self.empty.total():,} empty documents left out" if self.empty.total() else ""
+        print(f"from {counted(kinds)}; held out: {how}{empty}")
 
 
 def _split_of(text: str) -> str:
@@ -253,10 +258,10 @@ def _split_of(text: str) -> str:
 def _cut_end(documents: Iterator[str], chars: int) -> Iterator[tuple[str, str]]:
     """The documents by split. One that reaches into the end of all `chars` is cut there."""
     end = min(max(chars // ONE_IN, END_CHARS), chars // 10)
-    left = chars - end
+    remaining = chars - end  # of the training split
     for text in documents:
-        cut = len(text) if len(text) <= left else _cut_before(text, max(0, left), end)
-        left -= len(text)
+        cut = len(text) if len(text) <= remaining else _cut_before(text, max(0, remaining), end)
+        remaining -= len(text)
         yield from ((split, part) for split, part in zip(SPLITS, (text[:cut], text[cut:])) if part.strip())
 
 
@@ -281,33 +286,23 @@ class _Split:
         self.documents, self.chars, self.bytes = self.documents + 1, self.chars + len(text), self.bytes + len(data)
         self.waiting_bytes += len(data)
         if len(self.waiting) == ROW_GROUP or self.waiting_bytes >= GROUP_BYTES:
-            self.flush()
+            self._flush()
 
-    def flush(self) -> None:
+    def _flush(self) -> None:
         if self.waiting:
             self.file.write_table(pa.table([pa.array(self.waiting, pa.string())], self.file.schema))
         self.waiting, self.waiting_bytes = [], 0
 
     def close(self) -> None:
-        self.flush()
+        self._flush()
         self.file.close()
-
-
-def _deal(documents: Iterator[tuple[str, str]], paths: dict[str, Path]) -> dict[str, _Split]:
-    """Write every document to the file of its split."""
-    with contextlib.ExitStack() as stack:
-        splits = {name: stack.enter_context(contextlib.closing(_Split(path))) for name, path in paths.items()}
-        for name, text in documents:
-            splits[name].add(text)
-    return splits
 
 
 def _documents(path: Path, column: str) -> Iterator[str]:
     """The documents of a file. Raises UserError naming it, and the place in it."""
     kind, codec = _kind(path.name)
     if kind == ".parquet":
-        for batch in document_batches(path, column=column):
-            yield from batch
+        yield from chain.from_iterable(document_batches(path, column=column))
         return
     try:
         with open(path, "rb") as file:
@@ -328,7 +323,7 @@ def _documents(path: Path, column: str) -> Iterator[str]:
 
 
 def _pieces(stream: io.TextIOWrapper) -> Iterator[str]:
-    """A text as one document; one that is longer than any row comes in several."""
+    """A text as one document; one of more than LONGEST characters comes in several."""
     text = ""
     while more := stream.read(LONGEST - len(text)):
         text += more
@@ -341,30 +336,22 @@ def _pieces(stream: io.TextIOWrapper) -> Iterator[str]:
 
 def _records(path: Path, text: io.TextIOWrapper, kind: str) -> Iterator[tuple[str, Any]]:
     """The records of a file of JSON, and where they are: lines, or an array or an object over several lines."""
+
+    def parse(place: str, content: str) -> Any:
+        try:
+            return json.loads(content)
+        except (ValueError, RecursionError) as error:
+            reason = reason_of(error).split(": line")[0]
+            raise UserError(f"{path} is not JSON {place} ({reason}); mend it or move it away") from None
+
     lines = ((number, line) for number, line in enumerate(text, 1) if line.strip())
     first = next(lines, None)
     if first and kind == ".json" and not _is_object(first[1]):
-        whole = _parse(path, "as a whole", first[1] + text.read())
-        records = whole if isinstance(whole, list) else [whole]
+        value = parse("as a whole", first[1] + text.read())
+        records = value if isinstance(value, list) else [value]
         yield from ((f"record {number}", record) for number, record in enumerate(records, 1))
     elif first:
-        yield from ((f"line {n}", _parse(path, f"in line {n}", line)) for n, line in chain([first], lines))
-
-
-class _NoField(UserError):
-    """A record of JSON has no text."""
-
-
-def _field(path: Path, place: str, record: Any, column: str) -> str | None:
-    """The text of a record, or None for a null."""
-    if isinstance(record, dict) and column in record and isinstance(record[column], str | None):
-        return record[column]
-    if not isinstance(record, dict):
-        has = f"is {type(record).__name__}"
-    else:
-        has = "has " + ", ".join(f"{name} ({type(value).__name__})" for name, value in record.items())
-    advice = "name the one that is by --text-column (with make, COLUMN), or move the file away"
-    raise _NoField(f"{path} needs a field {column} that is a string; {place} {has}; {advice}")
+        yield from ((f"line {number}", parse(f"in line {number}", line)) for number, line in chain([first], lines))
 
 
 def _is_object(line: str) -> bool:
@@ -374,10 +361,17 @@ def _is_object(line: str) -> bool:
         return False
 
 
-def _parse(path: Path, place: str, text: str) -> Any:
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise UserError(
-            f"{path} is not JSON {place} ({reason_of(error).split(': line')[0]}); mend it or move it away"
-        ) from None
+class _NoField(UserError):
+    """A record of JSON has no text."""
+
+
+def _field(path: Path, place: str, record: Any, column: str) -> str | None:
+    """The text of a record, or None for a null."""
+    if not isinstance(record, dict):
+        has = f"is {type(record).__name__}"
+    elif column in record and isinstance(record[column], str | None):
+        return record[column]
+    else:
+        has = "has " + ", ".join(f"{name} ({type(value).__name__})" for name, value in record.items())
+    advice = "name the one that is by --text-column, or move the file away"
+    raise _NoField(f"{path} needs a field {column} that is a string; {place} {has}; {advice}")

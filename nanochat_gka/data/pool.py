@@ -70,8 +70,8 @@ def pack_units(
             raise
     order = {unit.name: place for place, unit in enumerate(units)}
     packed.records.sort(key=lambda record: order[record["name"]])
-    if kept := len(units) - packed.new:
-        print(f"{out}: {kept} of {len(units)} units were packed before")
+    if reused := len(units) - packed.new:
+        print(f"{out}: {reused} of {len(units)} units were packed before")
     return packed
 
 

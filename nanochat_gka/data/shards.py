@@ -46,7 +46,7 @@ def read_intact(folder: Path) -> dict | None:
 
 
 def splits_documents(manifest: dict[str, Any]) -> bool:
-    """Whether documents of these rows, of a plan or a manifest, go on where a row ends. Earlier versions had none."""
+    """Whether documents of these rows, of a plan or a manifest, go on where a row ends."""
     return manifest.get("split_documents", False)
 
 
@@ -77,7 +77,7 @@ def check_plan(folder: Path, identity: dict) -> None:
 def start_anew(folder: Path) -> str:
     """What to do where `folder` holds rows, or a tokenizer, of something else: in words."""
     delete = f"delete it (rm -r {shlex.quote(str(folder))}), which ends the runs trained with it"
-    return f"choose another --out (with make, BASE), or {delete}, and run the same command again"
+    return f"choose another --out, or {delete}, and run the same command again"
 
 
 def begin(folder: Path, identity: dict) -> None:
@@ -87,7 +87,7 @@ def begin(folder: Path, identity: dict) -> None:
 
 
 def finish(folder: Path, manifest: dict) -> None:
-    """Make the shards of `manifest` the content of `folder`, and delete shards that an earlier version cut otherwise.
+    """Make the shards of `manifest` the content of `folder`.
 
     Raises UserError, and deletes them, if they leave a split without rows.
     """
@@ -97,13 +97,8 @@ def finish(folder: Path, manifest: dict) -> None:
         for name in (*files, PLAN):  # the plan last: it guards the others
             (folder / name).unlink()
         problem = f"the corpus is too small for rows of {manifest['sequence_len']} tokens: {describe(manifest)}"
-        raise UserError(f"{problem}; lower --sequence-len (make's SEQ), or give more text")
+        raise UserError(f"{problem}; lower --sequence-len, or give more text")
     write_json(folder / MANIFEST, manifest)
-    names = {record["name"] for record in records}
-    for path in folder.glob("*_*.bin"):
-        if path.stem not in names:
-            path.unlink()
-            path.with_suffix(".json").unlink(missing_ok=True)
 
 
 def describe(manifest: dict) -> str:
@@ -121,9 +116,9 @@ def describe(manifest: dict) -> str:
 def cropped(manifest: dict) -> float:
     """The share of the documents' tokens that are in no row. Each piece of a document that was split has one more."""
     shards = [shard for shard in manifest["shards"] if shard["split"] in SPLITS]
-    kept = sum(shard["rows"] * (manifest["sequence_len"] + 1) for shard in shards)
+    packed = sum(shard["rows"] * (manifest["sequence_len"] + 1) for shard in shards)
     tokens = sum(shard["tokens"] for shard in shards)
     if splits_documents(manifest):  # without BOS on both sides
-        kept -= sum(shard["pieces"] for shard in shards)
+        packed -= sum(shard["pieces"] for shard in shards)
         tokens -= sum(shard["documents"] for shard in shards)
-    return 1 - kept / max(1, tokens)
+    return 1 - packed / max(1, tokens)

@@ -62,7 +62,9 @@ class Tokenizer:
             ranks = {base64.b64decode(token): rank for rank, token in enumerate(data["tokens"])}
             return cls(ranks, data["pattern"], tuple(data["special_tokens"]))
         except (KeyError, TypeError, ValueError) as error:
-            raise UserError(f"{path} is not a tokenizer ({error!r}); train one with make tokenizer") from None
+            raise UserError(
+                f"{path} is not a tokenizer ({error!r}); train one by python -m nanochat_gka.tokenizer"
+            ) from None
 
     def to_json(self) -> dict:
         ordered = sorted(self.ranks, key=self.ranks.__getitem__)

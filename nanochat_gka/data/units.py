@@ -57,10 +57,10 @@ class GroupPart(Unit):
 
 def plan_units(corpus: ParquetCorpus, cut: bool = False) -> list[Unit]:
     """The corpus in units, the two large ones first: they take longest. cut: large row groups are several units."""
-    whole = {"val": corpus.files("val"), TRAIN_FIRST: corpus.files("train")[:1]}
+    single = {"val": corpus.files("val"), TRAIN_FIRST: corpus.files("train")[:1]}
     units = [
         Unit(f"{split}_{number:06d}", split, path.name, 0, open_parquet(path).num_row_groups)
-        for split, paths in whole.items()
+        for split, paths in single.items()
         for number, path in enumerate(paths)
     ]
     shares = [(path.name, *share) for path in corpus.files("train") for share in _shares(path, cut)]
@@ -131,7 +131,5 @@ def read_record(unit: Unit, out: Path) -> dict | None:
         record = read_json(record_path, "unit record")
     except UserError:
         return None
-    # An earlier version packed the validation text otherwise; its records lack this key.
-    required = set() if unit.split == "train" else {"upstream_rows"}
-    matches = asdict(unit).items() <= record.items() and record.keys() >= required
+    matches = asdict(unit).items() <= record.items()
     return record if matches and sha256(rows_path) == record.get("sha256") else None

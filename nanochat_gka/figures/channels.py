@@ -6,11 +6,10 @@ from pathlib import Path
 import numpy as np
 
 from nanochat_gka.figures.maps import LayerMaps
+from nanochat_gka.figures.panels import label_row, layer_panels
 from nanochat_gka.figures.subjects import Subject, caption
-from trainkit_gka.figures.sheet import name_above, save, sheet
+from trainkit_gka.figures.sheet import name_above, save
 from trainkit_gka.plots import Figure, shades
-
-ACROSS = 5  # layers beside each other
 
 
 def draw_channels(subjects: Sequence[Subject], folder: Path) -> list[Figure]:
@@ -19,9 +18,6 @@ def draw_channels(subjects: Sequence[Subject], folder: Path) -> list[Figure]:
     Of the models that have channel bandwidths.
     """
     subjects = [subject for subject in subjects if subject.has_channel_scales]
-    panels = [(subject, layers_of(subject)) for subject in subjects]
-    columns = min(ACROSS, max(len(layers) for _, layers in panels))
-    rows = [(s, layers[i : i + columns]) for s, layers in panels for i in range(0, len(layers), columns)]
     words = caption(
         subjects,
         "exp(a) of every channel, which scales it before tokens are compared; dashed: 1, where it started. The two "
@@ -32,16 +28,19 @@ def draw_channels(subjects: Sequence[Subject], folder: Path) -> list[Figure]:
         of_weights=False,
     )
     title = "Bandwidths of channels"
-    figure, axes = sheet(len(rows), columns, (2.3, 1.9), title, words, (0.7, 1.0, 0.85, 0.55), (0.42, 1.05))
-    for row, (subject, layers) in zip(axes, rows):
-        _draw_panels(row, subject, layers)
-        name_above(row[0], subject.model)
-    for axis in axes.flat:
-        axis.set_ylim(*_range(subjects))
+    figure, rows = layer_panels([(subject, layers_of(subject)) for subject in subjects], title, words)
+    scales = np.concatenate([scales_of(s.layers[layer]).ravel() for s in subjects for layer in layers_of(s)])
+    limits = min(1.0, float(scales.min())) / 1.2, max(1.0, float(scales.max())) * 1.2
+    for subject, panels in rows:
+        for axis, layer in panels:
+            _draw_layer(axis, subject, layer)
+            axis.set_ylim(*limits)
+        label_row(panels, "rotary frequency, fast to slow", "exp(a)")
+        name_above(panels[0][0], subject.model)
     table = [
         {"model": subject.model, "layer": layer + 1, "head": name, **numbers(scales)}
-        for subject, layers in panels
-        for layer in layers
+        for subject in subjects
+        for layer in layers_of(subject)
         for name, scales in zip(subject.head_names(subject.layers[layer]), scales_of(subject.layers[layer]))
     ]
     return [Figure(save(figure, folder / "channels.png"), title, words, table)]
@@ -77,31 +76,14 @@ def numbers(scales: np.ndarray) -> dict[str, float]:
     }
 
 
-def _range(subjects: Sequence[Subject]) -> tuple[float, float]:
-    """The ends of the common scale, with 1 in it."""
-    scales = np.concatenate([scales_of(s.layers[layer]).ravel() for s in subjects for layer in layers_of(s)])
-    return min(1.0, float(scales.min())) / 1.2, max(1.0, float(scales.max())) * 1.2
-
-
-def _draw_panels(axes, subject: Subject, layers: Sequence[int]) -> None:
-    """The panels of some layers of a model."""
-    for axis in axes[len(layers) :]:
-        axis.set_visible(False)
-    for axis, layer in zip(axes, layers):
-        scales = scales_of(subject.layers[layer])
-        frequencies = np.arange(1, scales.shape[-1] + 1)
-        eighths = np.array_split(np.arange(len(frequencies)), min(8, len(frequencies)))
-        names = subject.head_names(subject.layers[layer])
-        for name, of_head, colour in zip(names, scales, shades(len(scales))):
-            axis.plot(frequencies, of_head.T, ".", color=colour, markersize=2, alpha=0.5)
-            means = [np.exp(np.log(of_head[:, part]).mean()) for part in eighths]
-            axis.plot([frequencies[part].mean() for part in eighths], means, color=colour, label=f"head {name}")
-        kind = subject.layers[layer].kind
-        axis.set_title(f"layer {layer + 1}" + (f" ({kind})" if kind != "gka" else ""), fontsize=9)
-        axis.axhline(1, color="black", linestyle="--", linewidth=1)
-        axis.set_yscale("log")
-        axis.set_xlabel("rotary frequency, fast to slow", fontsize=8)
-        axis.tick_params(which="both", labelsize=7)
-        axis.grid(alpha=0.3)
-    axes[0].set_ylabel("exp(a)", fontsize=9)
-    axes[len(layers) - 1].legend(fontsize=7, loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False)
+def _draw_layer(axis, subject: Subject, number: int) -> None:
+    layer = subject.layers[number]
+    scales = scales_of(layer)
+    frequencies = np.arange(1, scales.shape[-1] + 1)
+    eighths = np.array_split(np.arange(len(frequencies)), min(8, len(frequencies)))
+    for name, of_head, colour in zip(subject.head_names(layer), scales, shades(len(scales))):
+        axis.plot(frequencies, of_head.T, ".", color=colour, markersize=2, alpha=0.5)
+        means = [np.exp(np.log(of_head[:, part]).mean()) for part in eighths]
+        axis.plot([frequencies[part].mean() for part in eighths], means, color=colour, label=f"head {name}")
+    axis.axhline(1, color="black", linestyle="--", linewidth=1)
+    axis.set_yscale("log")

@@ -11,7 +11,7 @@ from nanochat_gka.figures.subjects import Subject, caption
 from trainkit_gka.figures.charts import heat_map
 from trainkit_gka.figures.measures import median_distance
 from trainkit_gka.figures.sheet import name_above, save, sheet
-from trainkit_gka.plots import Figure, ink
+from trainkit_gka.plots import Figure
 
 
 def medians_and_sigmas(subject: Subject) -> tuple[np.ndarray, np.ndarray]:
@@ -54,7 +54,7 @@ def draw_distances(subjects: Sequence[Subject], folder: Path) -> list[Figure]:
                 ]  # fmt: skip
         numbers = np.repeat(np.arange(1, len(medians) + 1), medians.shape[1])
         points = chart.scatter(medians.ravel(), sigmas.ravel(), c=numbers, s=18, cmap="viridis", vmin=1, vmax=depth)
-        chart.plot((0, end), (0, end), color=ink(), linestyle="--", linewidth=1)
+        chart.plot((0, end), (0, end), color="black", linestyle="--", linewidth=1)
         chart.set(xlabel="median distance", ylabel="σ", xlim=(0, end), ylim=(0, end))
         chart.grid(alpha=0.3)
         box = chart.get_position()

@@ -12,7 +12,7 @@ from nanochat_gka.figures.measures import MEASURES, uniform
 from nanochat_gka.figures.subjects import Subject, caption
 from trainkit_gka.figures.charts import heat_map
 from trainkit_gka.figures.sheet import name_above, save, sheet
-from trainkit_gka.plots import Figure, paper
+from trainkit_gka.plots import Figure
 
 UNIFORM = "uniform"  # the name of the row below the heads
 
@@ -42,7 +42,7 @@ def draw_heads(subjects: Sequence[Subject], folder: Path) -> list[Figure]:
         norm = Normalize(min(map(np.min, values)), max(map(np.max, values)))
         for axis, subject, of_model in zip(row, subjects, values):
             heat_map(figure, axis, of_model, name, norm, [*subject.head_names(), UNIFORM])
-            axis.axhline(subject.num_heads - 0.5, color=paper(), linewidth=3)
+            axis.axhline(subject.num_heads - 0.5, color="white", linewidth=3)
     for axis, subject in zip(axes[0], subjects):
         name_above(axis, subject.model)
     rows = [

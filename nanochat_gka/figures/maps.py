@@ -76,8 +76,6 @@ def extract(model: GPT, ids: Sequence[int] | torch.Tensor) -> list[LayerMaps]:
     ids = torch.as_tensor(ids, dtype=torch.long, device=model.device)
     if not 1 <= len(ids) <= model.rotary.length:
         raise UserError(f"the text must have 1 to {model.rotary.length:,} tokens, it has {len(ids):,}")
-    if not all(attention.is_drawn for attention in model.attentions):
-        raise UserError("figures do not know the weights of this form of attention, of a module of --forms")
     inputs: dict[Attention, tuple] = {}
     mixed: dict[Attention, torch.Tensor] = {}
     outputs: dict[Attention, torch.Tensor] = {}
@@ -100,17 +98,17 @@ def extract(model: GPT, ids: Sequence[int] | torch.Tensor) -> list[LayerMaps]:
 
 def _maps(attention: Attention, x, value_embedding, rotary, mixed: torch.Tensor, output: torch.Tensor) -> LayerMaps:
     """The maps of a layer from its arguments, what its heads mixed, (1, T, C), and its output, (1, T, C)."""
-    has_sigma, none = attention.has_bandwidth, [0] * attention.config.n_head
+    has_sigma, none = attention.kind.has_bandwidth, [0] * attention.config.n_head
     logarithms = attention.channel_log_scales
     value_embedding = None if value_embedding is None else value_embedding.double()
     x = x.double()
     queries, keys, values = attention.slots(x, value_embedding, rotary)
     weights = attention.weights(queries, keys)
-    again = torch.einsum("bhij,bjhd->bihd", weights, values)
+    computed = torch.einsum("bhij,bjhd->bihd", weights, values)
     if attention.head_gate is not None:
-        again = again * attention.gates(x)[..., None]
-    again = again.flatten(2)
-    error = max(_relative(again, mixed), _relative(attention.c_proj(again), output))
+        computed = computed * attention.gates(x)[..., None]
+    computed = computed.flatten(2)
+    error = max(_relative(computed, mixed), _relative(attention.c_proj(computed), output))
     if not error < TOLERANCE:
         raise UserError(
             f"the recomputed W of layer {attention.layer + 1} does not give the model's output (relative error "
@@ -130,6 +128,6 @@ def _maps(attention: Attention, x, value_embedding, rotary, mixed: torch.Tensor,
     )
 
 
-def _relative(again: torch.Tensor, own: torch.Tensor) -> float:
+def _relative(computed: torch.Tensor, expected: torch.Tensor) -> float:
     """How far what was computed again is from the layer's own."""
-    return float((again - own).norm() / own.norm().clamp(min=1e-30))
+    return float((computed - expected).norm() / expected.norm().clamp(min=1e-30))

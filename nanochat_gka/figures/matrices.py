@@ -6,19 +6,19 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from matplotlib.colors import LogNorm, to_rgb
+from matplotlib.colors import LogNorm
 
 from nanochat_gka.figures.measures import previous_weight, self_weight
 from nanochat_gka.figures.rows import TOKENS
 from nanochat_gka.figures.subjects import Subject, caption
 from nanochat_gka.figures.words import FONT
 from trainkit_gka.figures.sheet import bare, coloured, label_layers, name_above, save, scale, sheet
-from trainkit_gka.plots import Figure, ink, paper
+from trainkit_gka.plots import Figure
 
 WIDTH, LARGEST, SMALLEST = 12.0, 2.4, 1.45  # inches: of all pictures beside each other, of one at most, at least
 SMALLEST_FONT, EVERY = 5.0, 8  # points; where words would be smaller, every so many-th token is numbered
 MOST_COLUMNS = 24  # of a sheet with models side by side
-HIDDEN = 0.09  # of the words' colour in that of the page: what the mask hides
+HIDDEN = 232  # the grey of what the mask hides
 
 
 def scale_of(count: int) -> LogNorm:
@@ -41,8 +41,7 @@ def arrange(subjects: Sequence[Subject]) -> tuple[tuple[int, int], list[tuple[in
 def matrix_picture(weights: torch.Tensor, norm) -> np.ndarray:
     """(T, T) weights in colours; tokens after the query, and others that have no weight at all, are grey."""
     picture = coloured(weights, norm)
-    page, words = np.array(to_rgb(paper())), np.array(to_rgb(ink()))
-    picture[(weights == 0).numpy()] = np.uint8(255 * (page + HIDDEN * (words - page)))
+    picture[(weights == 0).numpy()] = HIDDEN
     return picture
 
 
@@ -91,13 +90,13 @@ def _draw_subject(axes, subject: Subject, count: int, norm) -> list[dict]:
     for axis in axes.flat:
         axis.set_visible(True)
     for number, (column, layer) in enumerate(zip(axes.T, subject.layers), start=1):
-        shown, names = layer.reads[:, :count, :count], subject.head_names(layer)
-        masses = self_weight(shown).tolist(), previous_weight(shown).tolist()
-        for axis, weights, name, own, before in zip(column, shown, names, *masses):
+        weights_of_layer, names = layer.reads[:, :count, :count], subject.head_names(layer)
+        masses = self_weight(weights_of_layer).tolist(), previous_weight(weights_of_layer).tolist()
+        for axis, weights, name, itself, before in zip(column, weights_of_layer, names, *masses):
             axis.imshow(matrix_picture(weights, norm), interpolation="none")
-            axis.set_xlabel(f"itself {own:.3f}, before {before:.3f}", labelpad=2)
+            axis.set_xlabel(f"itself {itself:.3f}, before {before:.3f}", labelpad=2)
             table.append(
-                {"model": subject.model, "layer": number, "head": name, "weight of itself": own,
+                {"model": subject.model, "layer": number, "head": name, "weight of itself": itself,
                  "weight of the token before": before}
             )  # fmt: skip
     for axis, name in zip(axes[:, 0], subject.head_names()):

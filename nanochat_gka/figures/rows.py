@@ -11,7 +11,7 @@ from nanochat_gka.figures.subjects import Subject, caption
 from nanochat_gka.figures.words import FONT, choose
 from trainkit_gka.figures.measures import effective_tokens
 from trainkit_gka.figures.sheet import bare, coloured, name_above, save, scale, sheet
-from trainkit_gka.plots import PAPER, Figure, ink, paper
+from trainkit_gka.plots import Figure
 
 LINE_CHARACTERS = 110
 FONT_SIZE = 6.5  # points
@@ -20,9 +20,8 @@ LINE = 0.13  # inches
 MOST_LINES = 96  # of one query, if the layers are not named
 TOKENS = 64  # of the text that are drawn
 AFTER = 10  # tokens after the last query, which no row weights
-CMAPS = {"white": "gist_heat_r", PAPER: "gist_heat"}  # by the page, which weight 0 has the colour of
-EDGE, HIDDEN = "tab:blue", {"white": "0.72", PAPER: "0.4"}
-STRONG = {"white": 0.15, PAPER: 0.4}  # the weight from which on words need the page's colour to be seen
+CMAP, EDGE, HIDDEN = "gist_heat_r", "tab:blue", "0.72"  # weight 0 has the colour of the page
+STRONG = 0.15  # words on tokens of a larger weight are white
 
 
 def draw_rows(
@@ -46,7 +45,7 @@ def draw_rows(
     chosen = layers or spread_layers(depth, lines * first.num_heads)
     names = ", ".join(f'"{words[query].strip()}" (token {query + 1})' for query in queries)
     some = "" if len(chosen) == depth else f"Layers {', '.join(str(layer + 1) for layer in chosen)} of {depth}."
-    words_of_it = caption(
+    text = caption(
         subjects,
         f"Rows of W of {names}, framed, by layer and head: the colour behind a token is its weight. Tokens in grey are "
         "hidden by the causal mask, the window or an offset. Right: effective tokens, exp(entropy of the row).",
@@ -56,7 +55,7 @@ def draw_rows(
     height = max(_height(subject, chosen, lines) for subject in subjects)
     cell = (max(width * CHARACTER, 2.0), height * LINE)
     margins, gaps = (1.1, 0.95, 0.85, 0.1), (1.75, 0.3)
-    figure, axes = sheet(len(queries), len(subjects), cell, title, words_of_it, margins, gaps)
+    figure, axes = sheet(len(queries), len(subjects), cell, title, text, margins, gaps)
     bare(axes)
     norm, table = PowerNorm(0.5, 0, 1, clip=True), []
     for row, query in zip(axes, queries):
@@ -67,9 +66,9 @@ def draw_rows(
             table += _draw_block(axis, subject, chosen, words, places, query, norm)
     for axis, subject in zip(axes[0], subjects):
         name_above(axis, subject.model)
-    bar = scale(figure, norm, axes[0, -1], (1 + 0.55 / cell[0], 0.1, 0.1 / cell[0], 0.8), cmap=CMAPS[paper()])
+    bar = scale(figure, norm, axes[0, -1], (1 + 0.55 / cell[0], 0.1, 0.1 / cell[0], 0.8), cmap=CMAP)
     bar.set_ticks([0, 0.05, 0.2, 0.5, 1])
-    return [Figure(save(figure, folder / "rows.png"), title, words_of_it, table)]
+    return [Figure(save(figure, folder / "rows.png"), title, text, table)]
 
 
 def place_words(words: Sequence[str], width: int = LINE_CHARACTERS) -> list[tuple[int, int]]:
@@ -97,7 +96,6 @@ def _height(subject: Subject, chosen: Sequence[int], lines: int) -> float:
 def _draw_block(axis, subject: Subject, chosen: Sequence[int], words, places, query: int, norm) -> list[dict]:
     """The row of one query in every head of the chosen layers of one model. Returns what it says in numbers."""
     lines, top, right, table = 1 + places[-1][0], 0.0, axis.get_xlim()[1] + 1, []
-    page = paper()
     font = dict(family=FONT, fontsize=FONT_SIZE, va="center", parse_math=False)
     for number in chosen:
         if number >= len(subject.layers):
@@ -110,10 +108,10 @@ def _draw_block(axis, subject: Subject, chosen: Sequence[int], words, places, qu
             axis.text(-1, top + 0.5, f"layer {number + 1} head {name}", ha="right", **font)
             axis.text(right, top + 0.5, f"{effective:5.1f}", **font)
             for token, (word, (line, column)) in enumerate(zip(words, places)):
-                colour = HIDDEN[page] if token not in visible else page if row[token] > STRONG[page] else ink()
+                colour = HIDDEN if token not in visible else "white" if row[token] > STRONG else "black"
                 axis.text(column, top + line + 0.5, word, color=colour, **font)
             corners = [_corners(words[token], places[token], top) for token in visible]
-            colours = coloured(row[visible.start : visible.stop], norm, CMAPS[page]) / 255
+            colours = coloured(row[visible.start : visible.stop], norm, CMAP) / 255
             axis.add_collection(PolyCollection(corners, facecolors=colours, linewidths=0))
             frame = [_corners(words[query], places[query], top)]
             axis.add_collection(PolyCollection(frame, facecolors="none", edgecolors=EDGE, linewidths=0.8, zorder=5))

@@ -54,46 +54,40 @@ class Subject:
         return any(layer.channel_scales is not None for layer in self.layers)
 
     def head_names(self, layer: LayerMaps | None = None) -> list[str]:
-        """1, 2, ... and what offset a head has: P, S2; without `layer` those of all layers, P/S2."""
-        labels: list[list[str]] = [[] for _ in range(self.num_heads)]
+        """1, 2, ... with P or S for a head's offset in `layer`, or in any layer."""
+        letters = [""] * self.num_heads
         for one in self.layers if layer is None else [layer]:
             for letter, offsets in (("P", one.value_offsets), ("S", one.key_offsets)):
-                for own, tokens in zip(labels, offsets.tolist(), strict=True):
-                    own += [letter if tokens == 1 else f"{letter}{tokens}"] if tokens else []
-        return [" ".join(filter(None, [str(n), "/".join(dict.fromkeys(own))])) for n, own in enumerate(labels, 1)]
+                letters = [letter if offset else known for known, offset in zip(letters, offsets.tolist())]
+        return [f"{number} {letter}".strip() for number, letter in enumerate(letters, 1)]
 
 
 def caption(subjects: Sequence[Subject], *sentences: str, of_weights: bool = True) -> str:
-    """What the models are and read, the sentences, and what letters at heads mean, where there are any.
+    """The models, the text, the sentences, and the meaning of letters at heads, where there are any.
 
-    of_weights: whether the picture shows what the tokens read.
+    of_weights: whether the picture is of what the tokens read.
     """
     first = subjects[0]
     text = printable(textwrap.shorten(first.text, QUOTED, placeholder=" …"))
     read = f'Text: "{text}", {len(first.words)} tokens; the first one begins the document.'
-    return " ".join(
-        [f"{'; '.join(s.about for s in subjects)}.", read, *sentences, *offsets_in_words(subjects, of_weights)]
-    )
+    models = f"{'; '.join(subject.about for subject in subjects)}."
+    return " ".join(filter(None, [models, read, *sentences, _explain_offsets(subjects, of_weights)]))
 
 
-def offsets_in_words(subjects: Sequence[Subject], of_weights: bool) -> list[str]:
-    """Sentences about the letters that heads of these models are marked with; none without letters."""
-    marks = [mark for subject in subjects for name in subject.head_names() for mark in name.split()[1:]]
-    letters = [letter for letter in OFFSETS if any(letter in mark for mark in marks)]
-    if not letters:
-        return []
-    pairs = [f"heads marked {letter} with that of the token {OFFSETS[letter]} it" for letter in letters]
-    far = ["A number says how many tokens."] * any(digit.isdigit() for mark in marks for digit in mark)
-    several = ["A slash separates the offsets of several layers."] * any("/" in mark for mark in marks)
-    shown_at = ["Weights are shown at the token whose value is mixed."] * of_weights
-    return [f"A key goes with its own token's value, in {', in '.join(pairs)}.", *far, *several, *shown_at]
+def _explain_offsets(subjects: Sequence[Subject], of_weights: bool) -> str:
+    """A sentence about the letters at heads; empty without letters."""
+    marks = {mark for subject in subjects for name in subject.head_names() for mark in name.split()[1:]}
+    if not marks:
+        return ""
+    pairs = [f"heads marked {letter} with that of the token {OFFSETS[letter]} it" for letter in sorted(marks)]
+    where = " Weights are shown at the token whose value is mixed." if of_weights else ""
+    return f"A key goes with its own token's value, in {', in '.join(pairs)}.{where}"
 
 
 def form(config: GPTConfig) -> str:
     """The attention of a model in words: its kind or pattern, and what is not the paper's form."""
     words = [KINDS[config.attention].label if config.attention in KINDS else f"pattern {config.attention.upper()}"]
     words += [f"head offsets {config.head_offsets.upper()}"] if config.head_offsets else []
-    words += [f"{name} {value}" for name, value in config.settings_of_form().items()]
     words += [f"values {config.gka_values}"] if config.gka_values != "rotated" else []
     words += ["channel bandwidths"] * config.channel_bandwidths + ["head gates"] * config.head_gates
     words += [f"value embeddings {config.value_embeds}"] if config.value_embeds != "auto" else []
@@ -134,11 +128,6 @@ def read_history(log: Path, config: GPTConfig) -> list[Evaluation]:
     for event in read_events(log, "eval", "sigma", "tokens"):
         named = event["sigma"] if isinstance(event["sigma"], dict) else {}
         sigma = {number: named.get(f"layer_{number}") for number in wanted}
-        if sigma and all(_are_numbers(values, config.n_head) for values in sigma.values()):
+        if sigma and all(isinstance(values, list) and len(values) == config.n_head for values in sigma.values()):
             history[event["tokens"]] = Evaluation(event["tokens"], sigma)
     return [history[tokens] for tokens in sorted(history)]
-
-
-def _are_numbers(values: object, count: int) -> bool:
-    is_list = isinstance(values, list) and len(values) == count
-    return is_list and all(isinstance(value, (int, float)) for value in values)

@@ -5,11 +5,10 @@ from pathlib import Path
 
 import numpy as np
 
+from nanochat_gka.figures.panels import label_row, layer_panels
 from nanochat_gka.figures.subjects import Subject, form
-from trainkit_gka.figures.sheet import name_above, save, sheet
-from trainkit_gka.plots import Figure, ink, shades
-
-ACROSS = 5  # layers beside each other
+from trainkit_gka.figures.sheet import name_above, save
+from trainkit_gka.plots import Figure, shades
 
 
 def draw_training(subjects: Sequence[Subject], folder: Path) -> list[Figure]:
@@ -19,25 +18,22 @@ def draw_training(subjects: Sequence[Subject], folder: Path) -> list[Figure]:
     from the least to the most.
     """
     groups = same_shape([subject for subject in subjects if subject.history])
-    panels = [layers_of(group[0]) for group in groups]
-    columns = min(ACROSS, max(map(len, panels)))
-    rows = [(g, layers[i : i + columns]) for g, layers in zip(groups, panels) for i in range(0, len(layers), columns)]
-    several = any(len(group) > 1 for group in groups)
-    band = "A band is from the least to the most of several runs, the line their mean. " if several else ""
+    band = "A band is from the least to the most of several runs, the line their mean. "
     words = (
-        f"σ of every head at the evaluations of the training run; dashed: where it started. {band}One scale for all. "
-        "The kernel is exp(−|x_i − x_j|² / 2σ²): a σ that grows without end makes W the average of all tokens that it "
-        "sees. " + " ".join(map(growth, groups))
+        "σ of every head at the evaluations of the training run; dashed: where it started. "
+        f"{band if any(len(group) > 1 for group in groups) else ''}One scale for all. The kernel is "
+        "exp(−|x_i − x_j|² / 2σ²): a σ that grows without end makes W the average of all tokens that it sees. "
+        + " ".join(map(growth, groups))
     )
     title = "Bandwidths over training"
-    figure, axes = sheet(len(rows), columns, (2.3, 1.9), title, words, (0.7, 1.0, 0.85, 0.55), (0.42, 1.05))
-    for row, (group, layers) in zip(axes, rows):
-        _draw_panels(row, group, layers)
-        others = f" and {len(group) - 1} more" if len(group) > 1 else ""
-        name_above(row[0], f"{group[0].model}{others}: {form(group[0].config)}")
-    shown = [axis for axis in axes.flat if axis.get_visible()]
-    lows, highs = zip(*(axis.get_ylim() for axis in shown))
-    for axis in shown:
+    figure, rows = layer_panels([(group, layers_of(group[0])) for group in groups], title, words)
+    for group, panels in rows:
+        _draw_row(panels, group)
+        more = f" and {len(group) - 1} more" if len(group) > 1 else ""
+        name_above(panels[0][0], f"{group[0].model}{more}: {form(group[0].config)}")
+    axes = [axis for _, panels in rows for axis, _ in panels]
+    lows, highs = zip(*(axis.get_ylim() for axis in axes))
+    for axis in axes:
         axis.set_ylim(min(lows), max(highs))
     table = [
         {"model": subject.model, "layer": layer + 1, "head": name, "training tokens": subject.history[-1].tokens,
@@ -81,12 +77,10 @@ def growth(group: Sequence[Subject]) -> str:
     return words + "."
 
 
-def _draw_panels(axes, group: Sequence[Subject], layers: Sequence[int]) -> None:
+def _draw_row(panels: Sequence[tuple], group: Sequence[Subject]) -> None:
     """The panels of some layers of the runs of one shape."""
-    for axis in axes[len(layers) :]:
-        axis.set_visible(False)
-    axes, tokens = axes[: len(layers)], np.array([evaluation.tokens for evaluation in group[0].history]) / 1e6
-    for axis, layer in zip(axes, layers):
+    tokens = np.array([evaluation.tokens for evaluation in group[0].history]) / 1e6
+    for axis, layer in panels:
         heads = np.moveaxis(bandwidths(group, layer), -1, 0)
         for name, sigma, colour in zip(group[0].head_names(), heads, shades(len(heads))):
             style = dict(color=colour, marker=".", markersize=5, linewidth=1.2)
@@ -94,10 +88,5 @@ def _draw_panels(axes, group: Sequence[Subject], layers: Sequence[int]) -> None:
             if len(group) > 1:
                 axis.fill_between(tokens, sigma.min(0), sigma.max(0), color=colour, alpha=0.2, linewidth=0)
         initial = group[0].layers[layer].initial_sigma
-        axis.axhline(initial, color=ink(), linestyle="--", linewidth=1, label=f"start, {initial:.2f}")
-        axis.set_title(f"layer {layer + 1}", fontsize=9)
-        axis.tick_params(labelsize=7)
-        axis.grid(alpha=0.3)
-        axis.set_xlabel("training tokens (millions)", fontsize=8)
-    axes[0].set_ylabel("σ", fontsize=9)
-    axes[-1].legend(fontsize=7, loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False)
+        axis.axhline(initial, color="black", linestyle="--", linewidth=1, label=f"start, {initial:.2f}")
+    label_row(panels, "training tokens (millions)", "σ")

@@ -32,13 +32,13 @@ def _glyphs() -> frozenset[int]:
     return frozenset(get_font(findfont(FontProperties(family=FONT))).get_charmap())
 
 
-def find(words: Sequence[str], asked: Sequence[str]) -> list[int]:
+def find(words: Sequence[str], wanted: Sequence[str]) -> list[int]:
     """The last token that reads as each of `asked`, in the order of the text.
 
     Raises KeyError for a word that is not one of the tokens.
     """
     places = {word.strip(): place for place, word in enumerate(words)}
-    return sorted({places[word.strip()] for word in asked})
+    return sorted({places[word.strip()] for word in wanted})
 
 
 def choose(words: Sequence[str], most: int = 3) -> list[int]:

@@ -12,14 +12,12 @@ from trainkit_gka.extras import require, require_version
 require(__name__, "hf", "transformers")
 require_version(__name__, "hf", "transformers", "5.23")
 
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer  # noqa: E402
+from transformers import AutoConfig, AutoModelForCausalLM  # noqa: E402
 
 from nanochat_gka.hf.config import GKAConfig  # noqa: E402
 from nanochat_gka.hf.model import GKAForCausalLM  # noqa: E402
-from nanochat_gka.hf.tokenizer import UnnamedTokenizer  # noqa: E402
 
 __all__ = ["GKAConfig", "GKAForCausalLM"]
 
 AutoConfig.register(GKAConfig.model_type, GKAConfig)
 AutoModelForCausalLM.register(GKAConfig, GKAForCausalLM)
-AutoTokenizer.register(GKAConfig, fast_tokenizer_class=UnnamedTokenizer)

@@ -26,13 +26,13 @@ class GKAConfig(PreTrainedConfig):
     eos_token_id: int | None = None
     pad_token_id: int | None = None
 
-    def __post_init__(self, **others):
+    def __post_init__(self, **settings):
         """Raises ValueError for settings of the model that are given beside `model`, where nothing would read them."""
         names = {field.name for field in fields(GPTConfig)}
         # The list of kinds, `attention`, is a fact of the file.
-        if stray := sorted(name for name, value in others.items() if name in names and not isinstance(value, list)):
+        if stray := sorted(name for name, value in settings.items() if name in names and not isinstance(value, list)):
             raise ValueError(f"{', '.join(stray)} are settings of the model: give them in model={{...}}")
-        super().__post_init__(**{key: value for key, value in others.items() if key not in FACTS_OF_THE_FILES})
+        super().__post_init__(**{key: value for key, value in settings.items() if key not in FACTS_OF_THE_FILES})
 
     def shape(self) -> GPTConfig:
         """The model's shape; nanochat's defaults without one. Raises TypeError or ValueError for an impossible one."""

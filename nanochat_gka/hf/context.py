@@ -78,12 +78,12 @@ class Batch(Context):
         """Put what a layer must keep of the new tokens into the cache; returns what it holds, (B, n or more, H, D)."""
         if self.cache is None:
             return new
-        kept = [tensor.transpose(1, 2) for tensor in new[: layer.cached_tensors]]
-        if len(kept) > 2:
-            raise ValueError(f"a transformers cache has two tensors a layer, layer {layer.layer} stores {len(kept)}")
-        values = kept[1] if len(kept) == 2 else kept[0][..., :0]
-        held = self.cache.update(kept[0], values, layer.layer)
-        return tuple(tensor.transpose(1, 2) for tensor in held[: len(kept)])
+        tensors = [tensor.transpose(1, 2) for tensor in new[: layer.cached_tensors]]
+        if len(tensors) > 2:
+            raise ValueError(f"a transformers cache has two tensors a layer, layer {layer.layer} stores {len(tensors)}")
+        values = tensors[1] if len(tensors) == 2 else tensors[0][..., :0]
+        content = self.cache.update(tensors[0], values, layer.layer)
+        return tuple(tensor.transpose(1, 2) for tensor in content[: len(tensors)])
 
     def _check_positions(self) -> None:
         if self.stated is None:

@@ -71,7 +71,7 @@ class GKAForCausalLM(PreTrainedModel, GenerationMixin):
         use_cache: bool | None = None,
         logits_to_keep: int | torch.Tensor = 0,
         cache: Cache | None = None,
-        **others,
+        **loss_arguments,
     ) -> CausalLMOutputWithPast:
         """Capped float32 logits (B, T, vocab_size) of token ids (B, T), or of the `logits_to_keep` last.
 
@@ -81,12 +81,12 @@ class GKAForCausalLM(PreTrainedModel, GenerationMixin):
         for what the model cannot give.
         """
         for name, advice in NOT_AVAILABLE.items():
-            given = others.pop(name, None)
-            if given is not None and given is not False:
+            value = loss_arguments.pop(name, None)
+            if value is not None and value is not False:
                 raise ValueError(f"{name} is not available: {advice}")
         if input_ids is None or input_ids.ndim != 2:
-            found = "none" if input_ids is None else f"a tensor of shape {tuple(input_ids.shape)}"
-            raise ValueError(f"input_ids must be (rows, tokens), got {found}")
+            got = "none" if input_ids is None else f"a tensor of shape {tuple(input_ids.shape)}"
+            raise ValueError(f"input_ids must be (rows, tokens), got {got}")
         if attention_mask is not None and attention_mask.shape[0] != len(input_ids):
             raise ValueError(f"attention_mask has {len(attention_mask)} rows, input_ids {len(input_ids)}")
         if input_ids.numel():
@@ -102,7 +102,7 @@ class GKAForCausalLM(PreTrainedModel, GenerationMixin):
             logits = logits[:, logits_to_keep]
         loss = None
         if labels is not None:
-            loss = self.loss_function(logits, labels, vocab_size=self.config.vocab_size, **others)
+            loss = self.loss_function(logits, labels, vocab_size=self.config.vocab_size, **loss_arguments)
         return CausalLMOutputWithPast(loss=loss, logits=logits, **{CACHE: cache})
 
     def get_input_embeddings(self):

@@ -1,7 +1,5 @@
 """The attention of a layer, one class for each row of `gka.KINDS`. A new kind is a row there and a class here.
 
-A module of `--forms` varies these classes from outside, see `GPTConfig.variation`.
-
 A layer projects its tokens to queries and to what later tokens need of them (`stored`: values and keys; for GKA one
 tensor, which is both or which the keys follow from), then attends. While text is generated, the cache holds `stored`.
 Legend: B batch, T tokens, n tokens so far, H heads, D head_dim, C = H * D.
@@ -10,7 +8,7 @@ Legend: B batch, T tokens, n tokens so far, H heads, D head_dim, C = H * D.
 import math
 from abc import ABC, abstractmethod
 from itertools import groupby
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -27,7 +25,7 @@ from gka import (
 )
 from gka.bandwidth import at_least_float32
 from gka.masking import Mask
-from gka.offsets import HeadOffsets, head_offsets
+from gka.offsets import head_offsets
 from nanochat_gka.model.blocks import Linear, Rotary, fill_uniform, norm
 from nanochat_gka.model.config import GPTConfig
 from nanochat_gka.model.context import Context, Tensors
@@ -47,18 +45,9 @@ class Attention(nn.Module, ABC):
     the pairing of keys with values of other tokens, `offsets.HeadOffsets` or None.
     """
 
-    CLASSES: ClassVar[dict[str, type["Attention"]]] = {}
     kind: ClassVar[Kind]
-    plain_widths: ClassVar[int]  # of `activation_widths`, without what a model may add to its kind
-    has_bandwidth: ClassVar[bool]  # one learned sigma per head
-    is_drawn = True  # figures know what `weights` of its queries and keys are
-
-    def __init_subclass__(cls, kind: str = "", **arguments):
-        """kind: a row of the table, for its class; a variation of that class has none of its own."""
-        super().__init_subclass__(**arguments)
-        if kind:
-            cls.kind, cls.has_bandwidth = KINDS[kind], KINDS[kind].has_bandwidth
-            Attention.CLASSES[kind] = cls
+    plain_widths: ClassVar[int]  # of `activation_widths`, without a model's additions
+    derives_keys = False  # a cache may leave keys out, since they follow from the values
 
     def __init__(self, config: GPTConfig, layer: int):
         super().__init__()
@@ -69,11 +58,11 @@ class Attention(nn.Module, ABC):
             setattr(self, name, Linear(config.n_embd, config.n_embd))
         self.c_proj = Linear(config.n_embd, config.n_embd)
         self.ve_gate = Linear(GATE_CHANNELS, config.n_head) if config.has_value_embedding(layer) else None
-        self.pairing = self.make_pairing()
-        is_varied = config.is_varied(layer)
+        self.pairing = head_offsets(config.offset_pattern(layer), config.n_head)
+        has_additions = config.has_additions(layer)
         scales = torch.empty(config.n_embd, dtype=torch.float32)
-        self.channel_log_scales = nn.Parameter(scales) if config.channel_bandwidths and is_varied else None
-        self.head_gate = Linear(config.n_embd, config.n_head) if config.head_gates and is_varied else None
+        self.channel_log_scales = nn.Parameter(scales) if config.channel_bandwidths and has_additions else None
+        self.head_gate = Linear(config.n_embd, config.n_head) if config.head_gates and has_additions else None
 
     def init_weights(self) -> None:
         for name in self.projections:
@@ -85,10 +74,6 @@ class Attention(nn.Module, ABC):
             nn.init.zeros_(self.channel_log_scales)
         if self.head_gate is not None:
             nn.init.zeros_(self.head_gate.weight)  # 2 * sigmoid(0) = 1: the heads as they are
-
-    def make_pairing(self) -> HeadOffsets | None:
-        """How the layer's keys and values are put together."""
-        return head_offsets(self.config.offset_pattern(self.layer), self.config.n_head)
 
     @property
     def activation_widths(self) -> int:
@@ -154,11 +139,13 @@ class Attention(nn.Module, ABC):
 
     def keys_and_values(self, rotary: Rotary, num_queries: int, stored: Tensors) -> tuple[torch.Tensor, torch.Tensor]:
         """What the heads of the last `num_queries` tokens read, (B, n, H, D) each, of what is `stored` of n tokens."""
-        keys, values = stored
+        return self.paired(num_queries, *stored)
+
+    def paired(self, num_queries: int, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of all n tokens by slot, from the first slot that the last `num_queries` see."""
         if self.pairing is None:
             return keys, values
-        if num_queries < keys.shape[1]:
-            first = self.first_in_reach(num_queries, keys.shape[1])
+        if first := self.first_in_reach(num_queries, keys.shape[1]):
             keys, values = keys[:, first:], values[:, first:]
         return self.pairing(keys, values)
 
@@ -181,8 +168,6 @@ class Attention(nn.Module, ABC):
         """How many (B, n, H, D) tensors a cache must keep."""
         return self.kind.cached_tensors
 
-    derives_keys = False
-
     def operator(self, dtype: torch.dtype) -> str | None:
         """Which implementation of `gka.gaussian_attention` trains this layer on rows of `dtype`; None: it has none."""
         return None
@@ -198,9 +183,10 @@ class Attention(nn.Module, ABC):
         return values + gate[..., None] * self.heads(value_embedding)
 
 
-class SoftmaxAttention(Attention, kind="softmax"):
+class SoftmaxAttention(Attention):
     """nanochat's attention: project, rotate, normalise queries and keys per head."""
 
+    kind = KINDS["softmax"]
     plain_widths = 6  # queries and keys before and after their norm, values, output
 
     def values(self, x):
@@ -221,105 +207,82 @@ class SoftmaxAttention(Attention, kind="softmax"):
         return logits.masked_fill(~visible, -math.inf).softmax(dim=-1)
 
 
-class VLTAttention(SoftmaxAttention, kind="vlt"):
+class VLTAttention(SoftmaxAttention):
     """Value-less attention (paper section 4.4): W_V is gone, the values are the features."""
 
+    kind = KINDS["vlt"]
     plain_widths = 5  # as softmax, without values
 
     def values(self, x):
         return self.heads(x)
 
 
-class GKAAttention(Attention, kind="gka"):
+class GKAAttention(Attention):
     """Gaussian kernel attention (paper section 5.1): no W_Q, W_K, W_V.
 
-    A feature, the per-head norm of the rotated block input, is query, key and value. Per-head norms are constant, so
-    the kernel is plain attention at scale 1 / sigma^2 (docs/mathematics.md). One tensor is stored, the features.
+    A feature, the per-head norm of the rotated block input, is query and key. Per-head norms are constant, so the
+    kernel is plain attention at scale 1 / sigma^2 (docs/mathematics.md). The subclasses differ in the values, which
+    are stored first, before the keys where these are stored too.
 
-    Four variations are not the paper's:
-    - `gka_values` that are not rotated. Keys follow from them and the position, so the values are what is stored.
-    - Value embeddings: keys no longer follow from the values, so both are stored.
-    - Head offsets, see `offsets`.
-    - Channel bandwidths: every channel is scaled by exp(a) before rotation and norm, with a learned from 0 for each of
-      the C channels. The kernel is a Gaussian with a diagonal metric (automatic relevance determination, MacKay 1994,
-      Neal 1996). Before the rotation, for after it unequal scales of a rotated pair would make distances depend on
-      positions. Values are not scaled: rotated ones are stored beside the keys, of others the keys follow.
+    Channel bandwidths, not the paper's, scale every channel of a feature by exp(a) before rotation and norm, with a
+    learned from 0 for each of the C channels. The kernel is then a Gaussian with a diagonal metric (automatic relevance
+    determination, MacKay 1994, Neal 1996). Unequal scales of a rotated pair would make distances depend on positions,
+    so they come before the rotation. Values are not scaled.
     """
 
-    # Values before and after their norm, rotated features, features, scaled queries, output. One fewer where values are
-    # rotated.
-    plain_widths = 6
+    kind = KINDS["gka"]
+    plain_widths = 6  # values before and after their norm, rotated features, features, scaled queries, output
 
     def __init__(self, config: GPTConfig, layer: int):
         super().__init__(config, layer)
-        if self.has_bandwidth:
-            self.log_sigma = nn.Parameter(torch.empty(config.n_head, dtype=torch.float32))
+        self.log_sigma = nn.Parameter(torch.empty(config.n_head, dtype=torch.float32))
 
     def init_weights(self) -> None:
         super().init_weights()
-        if not self.has_bandwidth:
-            return
         with torch.no_grad():
             self.log_sigma.copy_(initial_log_sigma(self.config.n_head, self.config.initial_sigma_squared))
 
-    def _log_sigma(self) -> torch.Tensor:
-        return at_least_float32(self.log_sigma)
-
-    @property
-    def cached_tensors(self):
-        scales_rotated = self.channel_log_scales is not None and self.config.gka_values == "rotated"
-        return self.kind.cached_tensors + (self.ve_gate is not None or scales_rotated)
-
-    @property
-    def derives_keys(self):
-        """Whether keys are not the values and follow from them: a cache may leave them out."""
-        return self.cached_tensors == 1 and self.config.gka_values != "rotated"
-
-    def project(self, x, value_embedding, rotary, positions):
-        heads = self.heads(x)
-        values = norm(heads) if self.config.gka_values == "normalised" else heads
-        features = self.features(values, rotary, positions)
-        if self.config.gka_values == "rotated":
-            values = features if self.channel_log_scales is None else norm(rotary(values, positions))
-        values = self.add_value_embedding(values, x, value_embedding)
-        return features, (features,) if values is features else (values, features)
-
-    def features(self, values: torch.Tensor, rotary: Rotary, positions) -> torch.Tensor:
-        """What is compared, of values that are not rotated, (B, n, H, D) each: norm(rotary(values * exp(a)))."""
-        return norm(rotary(self.heads(self.scaled(values.flatten(2))), positions))
+    def features(self, heads: torch.Tensor, rotary: Rotary, positions) -> torch.Tensor:
+        """norm(rotary(heads * exp(a))): queries and keys of block input or unrotated values, (B, n, H, D) each."""
+        return norm(rotary(self.heads(self.scaled(heads.flatten(2))), positions))
 
     def keys_and_values(self, rotary, num_queries, stored):
-        values, keys, num_tokens = stored[0], stored[-1], stored[0].shape[1]
-        keys_are_missing = self.derives_keys and len(stored) == 1
-        pairs_old_ones = self.pairing is not None and num_queries < num_tokens
-        if keys_are_missing or pairs_old_ones:  # what follows is work on every token
-            first = self.first_in_reach(num_queries, num_tokens)
-            values, keys = values[:, first:], keys[:, first:]
-            if keys_are_missing:
-                keys = self.features(values, rotary, slice(first, num_tokens))
-        return (keys, values) if self.pairing is None else self.pairing(keys, values)
+        return self.paired(num_queries, keys=stored[-1], values=stored[0])
 
     def attend(self, rotary, queries, stored):
         keys, values = self.keys_and_values(rotary, queries.shape[1], stored)
         keys = None if keys is queries else keys
         return gaussian_attention(
-            queries, self._log_sigma(), keys=keys, values=values, causal=True, window=self.window, constant_norm=True
+            queries,
+            at_least_float32(self.log_sigma),
+            keys=keys,
+            values=values,
+            causal=True,
+            window=self.window,
+            constant_norm=True,
         )
 
     def attend_cached(self, rotary, queries, stored, lengths):
-        tables = rotary.tables if self.derives_keys and len(stored) == 1 else None
-        scales = None
-        if tables is not None and self.channel_log_scales is not None:
-            scales = self.heads(self.channel_log_scales.exp().to(queries.dtype).float())
-        keys = stored[1] if len(stored) == 2 else None
         key_delays, value_delays = (self.pairing.key_delays, self.pairing.value_delays) if self.pairing else ((), ())
         return decode_attention(
-            queries, self._log_sigma(), stored[0], keys=keys, rotary=tables, channel_scales=scales, lengths=lengths,
-            window=self.window, constant_norm=True, key_delays=key_delays, value_delays=value_delays
-        )  # fmt: skip
+            queries,
+            at_least_float32(self.log_sigma),
+            stored[0],
+            keys=stored[1] if len(stored) == 2 else None,
+            **self.derivation(rotary, queries.dtype, stored),
+            lengths=lengths,
+            window=self.window,
+            constant_norm=True,
+            key_delays=key_delays,
+            value_delays=value_delays,
+        )
+
+    def derivation(self, rotary: Rotary, dtype: torch.dtype, stored: Tensors) -> dict[str, Any]:
+        """What `decode_attention` needs to compute keys from the stored values; nothing where they are the keys."""
+        return {}
 
     def weights(self, queries, keys):
-        return gaussian_weights(queries, self._log_sigma(), keys=keys, causal=True, window=self.window)
+        return gaussian_weights(queries, at_least_float32(self.log_sigma), keys=keys, causal=True, window=self.window)
 
     def operator(self, dtype):
         shape = (1, self.config.sequence_len, self.config.n_head, self.config.head_dim)
@@ -328,7 +291,67 @@ class GKAAttention(Attention, kind="gka"):
         return select_impl(x, keys=keys, causal=True, window=self.window, constant_norm=True)
 
 
+class RotatedGKA(GKAAttention):
+    """The paper's form: the values are the features, and one tensor is stored.
+
+    Value embeddings or channel bandwidths make the values another tensor than the features; then both are stored.
+    """
+
+    @property
+    def cached_tensors(self):
+        return 1 + (self.ve_gate is not None or self.channel_log_scales is not None)
+
+    def project(self, x, value_embedding, rotary, positions):
+        heads = self.heads(x)
+        features = self.features(heads, rotary, positions)
+        values = features if self.channel_log_scales is None else norm(rotary(heads, positions))
+        values = self.add_value_embedding(values, x, value_embedding)
+        return features, (features,) if values is features else (values, features)
+
+
+class UnrotatedGKA(GKAAttention):
+    """Values are normalised per head but not rotated, which is not the paper's form.
+
+    Keys follow from the values and their positions, so that a cache may store the values alone; value embeddings,
+    which are added to the values, undo that.
+    """
+
+    @property
+    def cached_tensors(self):
+        return 1 + (self.ve_gate is not None)
+
+    @property
+    def derives_keys(self):
+        return self.ve_gate is None
+
+    def project(self, x, value_embedding, rotary, positions):
+        values = norm(self.heads(x))
+        features = self.features(values, rotary, positions)
+        return features, (self.add_value_embedding(values, x, value_embedding), features)
+
+    def keys_and_values(self, rotary, num_queries, stored):
+        if len(stored) == 2:
+            return super().keys_and_values(rotary, num_queries, stored)
+        num_tokens = stored[0].shape[1]
+        first = self.first_in_reach(num_queries, num_tokens)
+        values = stored[0][:, first:]
+        return self.paired(num_queries, self.features(values, rotary, slice(first, num_tokens)), values)
+
+    def derivation(self, rotary, dtype, stored):
+        if len(stored) == 2:
+            return {}
+        scales = self.channel_log_scales
+        return {
+            "rotary": rotary.tables,
+            "channel_scales": None if scales is None else self.heads(scales.exp().to(dtype).float()),
+        }
+
+
+CLASSES = {"softmax": SoftmaxAttention, "vlt": VLTAttention}
+GKA_CLASSES = {"rotated": RotatedGKA, "normalised": UnrotatedGKA}  # by `gka_values`
+
+
 def build_attention(config: GPTConfig, layer: int) -> Attention:
-    """The attention of a layer: the class of its kind, or what the model's form puts in its place."""
-    kind = Attention.CLASSES[config.layer_attention(layer)]
-    return config.variation(layer, kind)(config, layer)
+    """The attention of a layer: the class of its kind, for gka of its values."""
+    kind = config.layer_attention(layer)
+    return (GKA_CLASSES[config.gka_values] if kind == "gka" else CLASSES[kind])(config, layer)

@@ -41,10 +41,9 @@ class Rotary(nn.Module):
     upstream's; they are buffers outside the state dict.
     """
 
-    def __init__(self, head_dim: int, sequence_len: int, turning: int | None = None):
-        """turning: how many of the frequencies, the fastest ones, are not 0; None for all."""
+    def __init__(self, head_dim: int, sequence_len: int):
         super().__init__()
-        self.head_dim, self.length, self.turning = head_dim, sequence_len * ROTARY_OVERALLOCATION, turning
+        self.head_dim, self.length = head_dim, sequence_len * ROTARY_OVERALLOCATION
         shape = (1, self.length, 1, head_dim // 2)
         for name in ("cos", "sin"):
             self.register_buffer(name, torch.empty(shape, dtype=torch.bfloat16), persistent=False)
@@ -53,8 +52,6 @@ class Rotary(nn.Module):
         device = self.cos.device
         channel = torch.arange(0, self.head_dim, 2, dtype=torch.float32, device=device)
         frequencies = 1.0 / (ROTARY_BASE ** (channel / self.head_dim))
-        if self.turning is not None:
-            frequencies[self.turning :] = 0.0
         positions = torch.arange(self.length, dtype=torch.float32, device=device)
         angles = torch.outer(positions, frequencies)[None, :, None, :]
         self.cos.copy_(angles.cos())

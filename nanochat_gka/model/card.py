@@ -3,8 +3,6 @@
 from pathlib import Path
 from typing import Any
 
-from nanochat_gka.model.config import GPTConfig
-
 CARD = """---
 library_name: gka
 pipeline_tag: text-generation
@@ -19,7 +17,7 @@ instructions, and nothing was done to keep it from writing what is wrong or offe
 | | |
 |---|---|
 | attention, layer by layer | {layer_kinds} |
-| what GKA heads mix | {mixes} |
+| form of the attention | {form} |
 | sigma (bandwidth), smallest and largest of each layer | {sigma} |
 | width, heads, channels per head | {width}, {heads}, {head_dim} |
 | context, vocabulary | {context:,} tokens, {vocabulary:,} |
@@ -30,7 +28,7 @@ instructions, and nothing was done to keep it from writing what is wrong or offe
 | sha256 of the weights | `{digest}` |
 
 ```python
-{forms}from nanochat_gka.generation.engine import Engine
+from nanochat_gka.generation.engine import Engine
 from nanochat_gka.model.checkpoints import load
 from nanochat_gka.generation.sampling import Sampling
 
@@ -38,21 +36,19 @@ loaded = load("{folder}")
 print(Engine(loaded.model, loaded.tokenizer).complete(["The "], Sampling())[0][0])
 ```
 
-{transformers}Or `python -m nanochat_gka.generate --run {folder} --prompt "The " --stream{flag}`, and
-`python -m nanochat_gka.eval_core --run {folder}{flag}`. The settings of the training run are in `config.json`, with
-every head's sigma.
-"""
-
-TRANSFORMERS = """In Hugging Face's transformers, with this package and its extra `hf` installed:
+In Hugging Face's transformers, with this package and its extra `hf` installed:
 
 ```python
-{forms}import nanochat_gka.hf  # registers the model; nothing remote is executed
+import nanochat_gka.hf  # registers the model; nothing remote is executed
 from transformers import pipeline
 
 write = pipeline("text-generation", model="{folder}")
 print(write("The ", max_new_tokens=32)[0]["generated_text"])
 ```
 
+Or `python -m nanochat_gka.generate --run {folder} --prompt "The " --stream`, and
+`python -m nanochat_gka.eval_core --run {folder}`. The settings of the training run are in `config.json`, with
+every head's sigma.
 """
 
 
@@ -62,17 +58,13 @@ def card(about: dict[str, Any], folder: Path) -> str:
     ranges = [f"layer {layer}: {min(values):.3g} to {max(values):.3g}" for layer, values in about["sigma"].items()]
     files = training["source"]  # [name, bytes] of each
     megabytes = sum(size for _, size in files) / 1e6
-    shape = type(GPTConfig.from_saved(model))
-    module = "" if shape is GPTConfig else shape.__module__.rpartition(".")[0]  # that registers the form
-    forms = f"import {module}  # the model's form of attention\n" if module else ""
-    flag = f" --forms {module}" if module else ""
     return CARD.format(
         name=about["name"],
         layers=model["n_layer"],
         parameters=about["parameters"],
         attention=" and ".join(dict.fromkeys(kinds)),
         layer_kinds=", ".join(kinds),
-        mixes=_mixes(model, kinds),
+        form=_form(model, kinds),
         sigma="; ".join(ranges) or "none: no GKA layer",
         width=model["n_embd"],
         heads=model["n_head"],
@@ -87,22 +79,17 @@ def card(about: dict[str, Any], folder: Path) -> str:
         exported_at_commit=about["exported_at_commit"],
         digest=about["sha256"]["model.safetensors"],
         folder=folder,
-        transformers=TRANSFORMERS.format(folder=folder, forms=forms),
-        forms=forms,
-        flag=flag,
     )
 
 
-def _mixes(model: dict[str, Any], kinds: list[str]) -> str:
-    """The form of the layers in words: of gka layers, and what softmax and vlt layers have beside the paper's."""
-    values = {
-        "rotated": "the features that are in the kernel, the paper's form",
-        "normalised": "normalised features before rotation, not the paper's form",
-    }
-    of_gka = values.get(model["gka_values"], f"{model['gka_values']} values, not the paper's form")
-    words = [of_gka if "gka" in kinds else "no GKA layer"]
+def _form(model: dict[str, Any], kinds: list[str]) -> str:
+    """The values of gka layers, and what a model's layers have beside the paper's form."""
+    words = ["no GKA layer"]
+    if "gka" in kinds:
+        words = ["rotated values, the paper's form"]
+        if model["gka_values"] == "normalised":
+            words = ["values normalised and not rotated, not the paper's form"]
     words += [f"head offsets {model['head_offsets']}"] if model["head_offsets"] else []
     words += ["a bandwidth for every channel"] if model.get("channel_bandwidths") else []
     words += ["a gate for every head"] if model.get("head_gates") else []
-    words += [f"{name} {value}" for name, value in GPTConfig.from_saved(model).settings_of_form().items()]
     return "; ".join(words)

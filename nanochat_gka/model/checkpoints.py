@@ -26,20 +26,16 @@ from trainkit_gka.results import git_commit
 MODEL_TYPE, ARCHITECTURE = "gka-gpt", "GKAForCausalLM"  # transformers' names for it, see `nanochat_gka.hf`
 # Keys of config.json that say something of the files beside it; a model that is trained further has others.
 FACTS_OF_THE_FILES = ("attention", "sigma", "parameters", "exported_at_commit", "checkpoint_sha256", "sha256")
-# And the others.
-FACTS_OF_THE_MODEL = ("model_type", "architectures", "dtype", "bos_token_id", "eos_token_id", "pad_token_id")
-FACTS_OF_THE_MODEL += ("name", "step", "training", "model")
 # What the names of weights begin with that nanochat has had since 2026-03-09 (6ed7d1d). Its settings are the same.
 LATER_NANOCHAT = ("smear_", "backout_")
 
 
 @dataclass
 class Loaded:
-    """A model ready to evaluate (float32 on a CPU, bfloat16 activations on CUDA), and where it comes from.
+    """A model ready to evaluate (float32 on a CPU, bfloat16 activations on CUDA), and its origin.
 
-    name: of the run. sha256: of the checkpoint's weights, also where they were exported since. training: tokens, steps,
-    commit, source and settings of the training run. data: what the checkpoint says of the rows it was trained on;
-    empty for an exported model.
+    name: of the run. sha256: of the checkpoint's weights, for an exported model too. training: tokens, steps, commit,
+    source and settings of the training run. data: the checkpoint's `PackedData.identity`; empty for an exported model.
     """
 
     model: GPT
@@ -94,15 +90,14 @@ def find_checkpoint(path: Path, step: int = -1) -> Checkpoint:
             raise UserError(f"{path} holds step {saved.step}, not {step}")
         return saved
     folder = path / "checkpoints"
-    saved = checkpoint.load_newest(folder, warn=lambda message: print(message, file=sys.stderr)) if step < 0 else None
     if step >= 0 and (folder / f"step_{step:08d}").is_dir():
-        saved = checkpoint.load(folder / f"step_{step:08d}")
-    if saved is None:
-        steps = sorted(int(entry.name[5:]) for entry in folder.glob("step_*") if entry.name[5:].isdigit())
-        if step >= 0 and steps:
-            raise UserError(f"no checkpoint in {path} at step {step}; it has {', '.join(map(str, steps))}")
-        raise UserError(f"no checkpoint in {path}; train one first (make demo, make pretrain-d20)")
-    return saved
+        return checkpoint.load(folder / f"step_{step:08d}")
+    if step < 0 and (saved := checkpoint.load_newest(folder, warn=lambda message: print(message, file=sys.stderr))):
+        return saved
+    steps = sorted(int(entry.name[5:]) for entry in folder.glob("step_*") if entry.name[5:].isdigit())
+    if step >= 0 and steps:
+        raise UserError(f"no checkpoint in {path} at step {step}; it has {', '.join(map(str, steps))}")
+    raise UserError(f"no checkpoint in {path}; train one first")
 
 
 def _tokenizer(folder: Path, model: GPT, name: str = FILE_NAME) -> Tokenizer:
@@ -122,36 +117,26 @@ def run_folder(path: Path) -> Path:
 
 
 def _build(shape: dict[str, Any], weights: dict[str, torch.Tensor], device: torch.device | str, path: Path) -> GPT:
-    def misshapen(reason: str) -> UserError:
-        return UserError(f"{path} does not hold a model of the shape it states: {reason}")
-
+    """The model of a saved shape with these weights. Raises UserError if they do not fit each other."""
     try:
-        config = GPTConfig.from_saved(shape)
-    except (TypeError, ValueError) as error:
-        raise misshapen(str(error)) from None
-    model = build(config, device)
-    wanted = model.state_dict().keys()
-    if unknown := sorted(weights.keys() - wanted):
-        raise misshapen(f"it has {_count(unknown)} that such a model does not have, first {unknown[0]}")
-    if missing := sorted(wanted - weights.keys()):
-        raise misshapen(f"it lacks {_count(missing)} of such a model, first {missing[0]}")
-    try:
+        model = build(GPTConfig.from_saved(shape), device)
+        expected = model.state_dict().keys()
+        if unknown := sorted(weights.keys() - expected):
+            raise ValueError(f"such a model has no weights {', '.join(unknown[:3])}")
+        if missing := sorted(expected - weights.keys()):
+            raise ValueError(f"it lacks the weights {', '.join(missing[:3])}")
         model.load_state_dict(weights)
-    except RuntimeError as error:
-        raise misshapen(str(error).splitlines()[-1].strip()) from None
+    except (TypeError, ValueError, RuntimeError) as error:  # torch's last line names the tensor and its shape
+        reason = str(error).splitlines()[-1].strip()
+        raise UserError(f"{path} does not hold a model of the shape it states: {reason}") from None
     return model.eval()
-
-
-def _count(names: list[str]) -> str:
-    return f"{len(names)} weight{'s' if len(names) > 1 else ''}"
 
 
 def export(loaded: Loaded, folder: Path) -> dict[str, Any]:
     """Write model.safetensors, config.json and the tokenizer to `folder`, which `load` and transformers read.
 
-    The tokenizer is in there twice: in our form, and in Hugging Face's, for `nanochat_gka.hf`. The folder appears when
-    it is complete, without ONNX files of an earlier export. Returns the content of config.json. Raises UserError if the
-    folder holds another model, or something else.
+    The tokenizer is written twice: in our form, and in Hugging Face's for `nanochat_gka.hf`. The folder appears when it
+    is complete. Returns the content of config.json. Raises UserError if the folder holds another model, or other files.
     """
     model = loaded.model
     special = huggingface_tokenizer.special_ids(loaded.tokenizer)
@@ -174,7 +159,7 @@ def export(loaded: Loaded, folder: Path) -> dict[str, Any]:
         checkpoint.write_tensors(model.state_dict(), incoming / WEIGHTS, metadata={"format": "pt"})
         loaded.tokenizer.save(incoming, EXPORTED_NAME)
         huggingface_tokenizer.save(loaded.tokenizer, incoming, model.config.sequence_len)
-        # Any special token, as for `generation.Engine`; but padding, which is told from text by its token alone.
+        # Every special token ends a text, as for `generation.Engine`, but the padding, which masks go by.
         ends = [number for number in loaded.tokenizer.special.values() if number != special["pad_token_id"]]
         write_json(incoming / "generation_config.json", {**special, "eos_token_id": ends})
         about["sha256"] = {name: sha256(incoming / name) for name in (WEIGHTS, EXPORTED_NAME)}
@@ -197,16 +182,9 @@ def _exported(folder: Path) -> dict[str, Any]:
     if "architecture" in about:
         raise UserError(f"{folder} is an exported vision model; timm and deit_gka.evaluate take it")
     types = {"name": str, "step": int, "model": dict, "training": dict, "sha256": dict, "checkpoint_sha256": str}
-    if (
-        about.get("model_type") != MODEL_TYPE
-        or not all(isinstance(about.get(key), expected) for key, expected in types.items())
-        or set(about["sha256"]) not in ({WEIGHTS, EXPORTED_NAME}, {WEIGHTS, FILE_NAME})  # the latter until 2026-11-22
-    ):
+    is_typed = all(isinstance(about.get(key), expected) for key, expected in types.items())
+    if about.get("model_type") != MODEL_TYPE or not is_typed or set(about["sha256"]) != {WEIGHTS, EXPORTED_NAME}:
         raise UserError(f"{folder / CONFIG} is not of a model that this project exported, or it is damaged")
-    if unknown := sorted(about.keys() - {*FACTS_OF_THE_FILES, *FACTS_OF_THE_MODEL}):
-        raise UserError(
-            f"{folder / CONFIG} has {', '.join(unknown)}, not known here: a later version made it, or someone"
-        )
     return about
 
 
@@ -223,8 +201,7 @@ def _load_exported(folder: Path, step: int, device: torch.device | str) -> Loade
     except SafetensorError as error:
         raise UserError(f"{folder / WEIGHTS} is not a safetensors file ({error})") from None
     model = _build(about["model"], weights, device, folder)
-    [tokenizer_name] = set(about["sha256"]) - {WEIGHTS}
-    tokenizer = _tokenizer(folder, model, tokenizer_name)
+    tokenizer = _tokenizer(folder, model, EXPORTED_NAME)
     return Loaded(model, tokenizer, about["name"], about["step"], about["checkpoint_sha256"], about["training"])
 
 
@@ -250,7 +227,8 @@ def load_upstream(folder: Path, step: int = -1, device: torch.device | str = "cp
     layers = sum(bool(re.fullmatch(r"transformer\.h\.\d+\.attn\.c_proj\.weight", name)) for name in weights)
     weights.setdefault("resid_lambdas", torch.ones(layers))
     weights.setdefault("x0_lambdas", torch.zeros(layers))
-    return _build({"window_pattern": "L", **shape}, weights, device, path)
+    # What nanochat at the pin, and the first of our patches, did not state.
+    return _build({"window_pattern": "L", "gka_values": "normalised", **shape}, weights, device, path)
 
 
 def from_upstream(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

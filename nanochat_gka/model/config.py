@@ -1,19 +1,23 @@
 """The model's shape, and the one dial: depth -> width, heads, windows, attention of every layer."""
 
 import math
-from dataclasses import dataclass, fields, replace
-from typing import Annotated, Any, ClassVar, Literal
+from dataclasses import dataclass, fields
+from typing import Annotated, Any, Literal
 
 from gka import KINDS, layer_kinds
 from gka.offsets import DELAYS
-from trainkit_gka.cli import Bounds, Count, Group, MayChange, UserError
+from trainkit_gka.cli import Bounds, Count, Group, UserError
 
-BEFORE_ROTATED = "normalised"  # the default until 2026-11-22; a saved shape that does not say its values has these
-VALUE_EMBEDS = ("auto", "all", "every-layer", "none")
-OFFSET_LAYERS = ("gka", "all")
-# The study's settings, which every model had until 2026-11-25, and the value of each that asks for nothing.
-STUDY = "runs.study.forms"
-OF_THE_STUDY = {"mixing": "none", "rotary": "full", "kernel": "gaussian", "gka_window": 0}
+CHOICES = {
+    "gka_values": ("rotated", "normalised"),
+    "value_embeds": ("auto", "all", "every-layer", "none"),
+    "offset_layers": ("gka", "all"),
+}
+# Settings that only gka layers have. Those of the first line are of all layers where offset_layers=all.
+ADDITIONS = ("head_offsets", "channel_bandwidths", "head_gates")
+GKA_SETTINGS = ("gka_values", "sigma_squared")
+# Settings of research forms, which runs of the study state. Commit 0438d460 has other values of them.
+RESEARCH_SETTINGS = {"mixing": "none", "rotary": "full", "kernel": "gaussian", "gka_window": 0}
 
 
 @dataclass(frozen=True)
@@ -25,15 +29,12 @@ class GPTConfig:
       auto = those among them whose attention learns W_V, all, none; every-layer, not nanochat's: the others too.
     gka_values: what gka heads mix. rotated is the paper's section 5.1: the features that are in the kernel, after
       rotation and norm. normalised, not the paper's: after the norm, before the rotation.
-    head_offsets: one letter per head, tiled, see `offsets`: N, P (predecessor) or S (successor). Empty is the paper's
-      form, all N. offset_layers: gka layers have them, or all.
+    head_offsets: one letter per head, tiled, see `gka.offsets`: N, P (predecessor) or S (successor). Empty is the
+      paper's form, all N. offset_layers: gka layers have them, or all.
     sigma_squared: starting sigma^2 of gka heads; 0 = head_dim, or head_dim / 4 in a model with head offsets.
     channel_bandwidths: a learned scale for each channel of what gka layers compare, before the rotation; in softmax and
       vlt layers, of what they project to queries and keys. head_gates: each head's output times a gate that reads the
       token. Of the same layers as head_offsets; see `attention`.
-
-    A module of research forms (`--forms`, see `forms`) subclasses it: with more fields, with more values of these, and
-    with its own answers of the methods below.
     Raises ValueError naming the field.
     """
 
@@ -53,14 +54,6 @@ class GPTConfig:
     channel_bandwidths: bool = False
     head_gates: bool = False
 
-    CHOICES: ClassVar[dict[str, tuple[str, ...]]] = {
-        "gka_values": ("rotated", "normalised"),  # the paper's form first, which is the default
-        "value_embeds": VALUE_EMBEDS,
-        "offset_layers": OFFSET_LAYERS,
-    }
-    FOR_VARIED: ClassVar[tuple[str, ...]] = ("head_offsets", "channel_bandwidths", "head_gates")  # see `is_varied`
-    FOR_GKA: ClassVar[tuple[str, ...]] = ("gka_values", "sigma_squared")
-
     def __post_init__(self):
         for name in ("sequence_len", "vocab_size", "n_layer", "n_head", "n_embd"):
             if getattr(self, name) < 1:
@@ -76,91 +69,45 @@ class GPTConfig:
             raise ValueError(f"n_embd must be at least 32 (the value gate reads 32 channels), got {width}")
         _check_letters("window_pattern", self.window_pattern, "SL")
         layer_kinds(self.attention, self.n_layer)
-        self._check_offsets()
-        for name, choices in self.CHOICES.items():
+        if self.head_offsets:
+            _check_letters("head_offsets", self.head_offsets, DELAYS)
+        for name, choices in CHOICES.items():
             if getattr(self, name) not in choices:
                 raise ValueError(f"{name} must be one of {', '.join(choices)}, got {getattr(self, name)!r}")
         if not (math.isfinite(self.sigma_squared) and self.sigma_squared >= 0):
             allowed = "positive and finite, or 0 for the default"
             raise ValueError(f"sigma_squared must be {allowed}, got {self.sigma_squared}")
-        for name in self.without_a_layer(self.attention, self.n_layer, self.offset_layers):
+        for name in unused_settings(self.attention, self.n_layer, self.offset_layers):
             if getattr(self, name) != getattr(type(self), name):
                 none = f"attention={self.attention} has none in {self.n_layer} layers"
-                advice = "; offset_layers=all gives it to all" if name in self.FOR_VARIED else ""
+                advice = "; offset_layers=all gives it to all" if name in ADDITIONS else ""
                 raise ValueError(f"{name} is for gka layers, and {none}{advice}")
 
-    def _check_offsets(self) -> None:
-        if self.head_offsets:
-            several = any(sign in self.head_offsets for sign in ",0123456789")
-            advice = f"; --forms {STUDY} has those of several tokens and by layer" if several else ""
-            _check_letters("head_offsets", self.head_offsets, DELAYS, advice)
-
     @classmethod
-    def without_a_layer(cls, attention: str, depth: int, offset_layers: str) -> tuple[str, ...]:
-        """The settings that are of no layer of such a model."""
-        if has_gka(attention, depth):
-            return ()
-        return cls.FOR_GKA if offset_layers == "all" else (*cls.FOR_VARIED, *cls.FOR_GKA)
-
-    @classmethod
-    def from_depth(cls, depth: int, *, aspect_ratio: int = 64, head_dim: int = 128, **fields) -> "GPTConfig":
+    def from_depth(cls, depth: int, *, aspect_ratio: int = 64, head_dim: int = 128, **settings) -> "GPTConfig":
         """nanochat's dial: width = depth * aspect_ratio rounded up to whole heads of head_dim channels."""
         if min(depth, aspect_ratio, head_dim) < 1:
-            given = f"{depth}, {aspect_ratio}, {head_dim}"
-            raise ValueError(f"depth, aspect_ratio and head_dim must be at least 1, got {given}")
+            values = f"{depth}, {aspect_ratio}, {head_dim}"
+            raise ValueError(f"depth, aspect_ratio and head_dim must be at least 1, got {values}")
         heads = -(-depth * aspect_ratio // head_dim)
-        return cls(n_layer=depth, n_head=heads, n_kv_head=heads, n_embd=heads * head_dim, **fields)
+        return cls(n_layer=depth, n_head=heads, n_kv_head=heads, n_embd=heads * head_dim, **settings)
 
     @classmethod
     def from_saved(cls, saved: dict[str, Any]) -> "GPTConfig":
-        """The shape that a checkpoint states, in the form it was trained in, whatever the defaults are today.
+        """The shape that a checkpoint or an exported model states; a setting that it lacks has its default.
 
-        Models without gka layers were saved with `gka_values` too, which mean nothing there; a gka model that does not
-        state them is older than rotated values. A model that the core does not have is of a module of `--forms`.
-        Raises TypeError or ValueError, for settings that are not known too.
+        Raises TypeError or ValueError, also for a setting that is not known.
         """
-        saved = {name: value for name, value in saved.items() if (name, value) not in OF_THE_STUDY.items()}
-        asked, shape = of_the_study(saved), cls
-        if asked or saved.keys() - _types(cls).keys():
-            shape = max(FORMS, key=lambda form: len(saved.keys() & _types(form).keys()), default=cls)
-        if asked and shape is cls:
-            raise ValueError(f"{', '.join(asked)} is of the study's forms: add --forms {STUDY}, or import it first")
-        return shape._from_known(saved)
-
-    @classmethod
-    def _from_known(cls, saved: dict[str, Any]) -> "GPTConfig":
-        types = _types(cls)
+        saved, types = without_research_settings(saved), {field.name: type(field.default) for field in fields(cls)}
         if unknown := sorted(saved.keys() - types.keys()):
             raise ValueError(f"it has settings that are not known here: {', '.join(unknown)}; a later version made it")
         words = {int: "a whole number", float: "a number", str: "a text", bool: "true or false"}
         for name, value in saved.items():
             if not isinstance(value, (int, float) if types[name] is float else types[name]):
                 raise TypeError(f"{name} must be {words[types[name]]}, got {value!r}")
-        config = cls(**{name: value for name, value in saved.items() if name != "gka_values"})
-        if not has_gka(config.attention, config.n_layer):
-            return config
-        return replace(config, gka_values=saved.get("gka_values", BEFORE_ROTATED))
-
-    # What a form may answer in its own way
-
-    def variation(self, layer: int, kind: type) -> type:
-        """The class of a layer's attention, of the class of its kind."""
-        return kind
-
-    @staticmethod
-    def words_of(settings: Any) -> tuple[list[str], list[str]]:
-        """What the name of a run says of the form's own settings: beside head offsets, and at the end."""
-        return [], []
-
-    @property
-    def rotated_frequencies(self) -> int:
-        """How many of the rotary frequencies turn, of head_dim / 2, the fastest ones."""
-        return self.head_dim // 2
-
-    @property
-    def meets_other_tokens(self) -> bool:
-        """Whether keys and values of several tokens are put together, for which bandwidths start smaller."""
-        return bool(self.head_offsets)
+        if not has_gka(saved.get("attention", cls.attention), saved.get("n_layer", cls.n_layer)):
+            saved.pop("gka_values", None)  # softmax models were saved with a value of it that means nothing
+        return cls(**saved)
 
     def window(self, layer: int) -> int:
         """Tokens before the query that stay visible: T for L, the last layer always, T // 2 for S."""
@@ -169,9 +116,7 @@ class GPTConfig:
 
     def offset_pattern(self, layer: int) -> tuple[tuple[int, int], ...]:
         """By how many tokens the heads' keys and values are late, which they repeat; empty without head offsets."""
-        return tuple(DELAYS[letter] for letter in self.head_offsets.upper()) if self.is_varied(layer) else ()
-
-    # What follows from the settings
+        return tuple(DELAYS[letter] for letter in self.head_offsets.upper()) if self.has_additions(layer) else ()
 
     @property
     def head_dim(self) -> int:
@@ -184,7 +129,7 @@ class GPTConfig:
 
     @property
     def initial_sigma_squared(self) -> float:
-        return self.sigma_squared or (self.head_dim / 4 if self.meets_other_tokens else float(self.head_dim))
+        return self.sigma_squared or (self.head_dim / 4 if self.head_offsets else float(self.head_dim))
 
     def layer_attention(self, layer: int) -> str:
         """The name of the layer's kind, see `gka.KINDS`."""
@@ -197,33 +142,24 @@ class GPTConfig:
         learns_values = "V" in KINDS[self.layer_attention(layer)].input_projections
         return every_second and (self.value_embeds == "all" or (self.value_embeds == "auto" and learns_values))
 
-    def is_varied(self, layer: int) -> bool:
+    def has_additions(self, layer: int) -> bool:
         """Whether the layer has the model's head offsets, channel bandwidths and head gates."""
         return self.offset_layers == "all" or self.layer_attention(layer) == "gka"
 
-    def settings_of_form(self) -> dict[str, Any]:
-        """The settings that a form has and the core has not, without defaults; empty for the core."""
-        return settings_of_form(type(self), self)
+
+def without_research_settings(saved: dict[str, Any]) -> dict[str, Any]:
+    """The settings of a model or run without those of research forms. Raises ValueError if one asks for such a form."""
+    for name, value in RESEARCH_SETTINGS.items():
+        if saved.get(name, value) != value:
+            raise ValueError(f"{name}={saved[name]} is a research form, which only commit 0438d460 can compute")
+    return {name: value for name, value in saved.items() if name not in RESEARCH_SETTINGS}
 
 
-FORMS: list[type[GPTConfig]] = []  # of the modules that `--forms` has imported, see `forms.register`
-
-
-def settings_of_form(shape: type[GPTConfig], settings: Any) -> dict[str, Any]:
-    """Of an object with the fields of `shape`, those that the core has not and that differ from their defaults."""
-    added = fields(shape)[len(fields(GPTConfig)) :]
-    return {f.name: getattr(settings, f.name) for f in added if getattr(settings, f.name) != f.default}
-
-
-def of_the_study(saved: dict[str, Any]) -> list[str]:
-    """What settings of before 2026-11-25 ask of the study's forms, as NAME=VALUE."""
-    asked = {name: saved.get(name, nothing) for name, nothing in OF_THE_STUDY.items()}
-    asked = {name: value for name, value in asked.items() if value != OF_THE_STUDY[name]}
-    if saved.get("gka_values") == "raw":
-        asked["gka_values"] = "raw"
-    if set(str(saved.get("head_offsets", ""))) & set(",0123456789"):
-        asked["head_offsets"] = saved["head_offsets"]
-    return [f"{name}={value}" for name, value in asked.items()]
+def unused_settings(attention: str, depth: int, offset_layers: str) -> tuple[str, ...]:
+    """The settings that no layer of such a model has."""
+    if has_gka(attention, depth):
+        return ()
+    return GKA_SETTINGS if offset_layers == "all" else (*ADDITIONS, *GKA_SETTINGS)
 
 
 def has_gka(attention: str, num_layers: int) -> bool:
@@ -238,13 +174,9 @@ def _tiled(pattern: str, index: int) -> str:
     return pattern[index % len(pattern)].upper()
 
 
-def _check_letters(name: str, pattern: str, letters, advice: str = "") -> None:
+def _check_letters(name: str, pattern: str, letters) -> None:
     if not pattern or any(letter.upper() not in letters for letter in pattern):
-        raise ValueError(f"{name} must be made of the letters {', '.join(letters)}, got {pattern!r}{advice}")
-
-
-def _types(shape: type[GPTConfig]) -> dict[str, type]:
-    return {field.name: type(field.default) for field in fields(shape)}
+        raise ValueError(f"{name} must be made of the letters {', '.join(letters)}, got {pattern!r}")
 
 
 @dataclass(frozen=True)
@@ -281,20 +213,15 @@ class ModelFlags:
     head_gates: Annotated[bool, Group.MODEL] = False
     """Multiply each head's output by a gate that reads the token (arXiv 2505.06708); not the paper's form."""
 
-    forms: MayChange[Annotated[str, Group.MODEL]] = ""
-    """Module of research forms, which have flags of their own: runs.study.forms, --help with it lists them."""
-
-    SHAPE: ClassVar[type[GPTConfig]] = GPTConfig  # or of the module of --forms
-
     def shape(self, depth: int, sequence_len: int, vocab_size: int) -> GPTConfig:
         """The model's shape at `depth` with these settings. Raises UserError naming the setting."""
-        names = {field.name for field in fields(self.SHAPE)} | {"aspect_ratio", "head_dim"}
+        names = {field.name for field in fields(GPTConfig)} | {"aspect_ratio", "head_dim"}
         settings = {field.name: getattr(self, field.name) for field in fields(self) if field.name in names}
         settings |= {"sequence_len": sequence_len, "vocab_size": vocab_size}
         if depth != self.depth:  # a reference for this model, which may lack the layers that some settings are for
-            for name in self.SHAPE.without_a_layer(self.attention, depth, self.offset_layers):
+            for name in unused_settings(self.attention, depth, self.offset_layers):
                 settings.pop(name, None)
         try:
-            return self.SHAPE.from_depth(depth, **settings)
+            return GPTConfig.from_depth(depth, **settings)
         except ValueError as error:
             raise UserError(str(error)) from None

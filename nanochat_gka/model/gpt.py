@@ -45,7 +45,7 @@ class GPT(nn.Module):
         self.lm_head = Linear(width, rows)
         layers = [layer for layer in range(config.n_layer) if config.has_value_embedding(layer)]
         self.value_embeds = nn.ModuleDict({str(layer): nn.Embedding(rows, width) for layer in layers})
-        self.rotary = Rotary(config.head_dim, config.sequence_len, config.rotated_frequencies)
+        self.rotary = Rotary(config.head_dim, config.sequence_len)
         self.rounded_to: torch.dtype | None = None  # what activations are rounded to; None: the tables' dtype
 
     @torch.no_grad()
@@ -156,7 +156,7 @@ class GPT(nn.Module):
 
     @property
     def derives_keys(self) -> bool:
-        """Whether decoding computes keys again in some layer (`GKAAttention.derives_keys`): a cache may keep them."""
+        """Whether decoding computes keys again in some layer (`Attention.derives_keys`): a cache may keep them."""
         return any(attn.derives_keys for attn in self.attentions)
 
     def operators(self) -> list[str]:
@@ -166,7 +166,7 @@ class GPT(nn.Module):
 
     def bandwidths(self) -> dict[int, torch.Tensor]:
         """Learned sigma per head, (H,), of every layer that has them."""
-        return {a.layer: a.log_sigma.detach().exp() for a in self.attentions if a.has_bandwidth}
+        return {a.layer: a.log_sigma.detach().exp() for a in self.attentions if a.kind.has_bandwidth}
 
 
 def build(config: GPTConfig, device: torch.device | str) -> GPT:

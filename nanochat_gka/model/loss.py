@@ -18,7 +18,7 @@ def cross_entropy(logits: torch.Tensor, targets: torch.Tensor, reduction: str) -
     in_cache = logits.device.type == "cpu" and not torch.compiler.is_compiling()
     if in_cache and reduction == "none" and not logits.requires_grad:
         pairs = zip(logits.split(ROWS_AT_ONCE), targets.split(ROWS_AT_ONCE))
-        return torch.cat([_of_rows(some, own, "none") for some, own in pairs])
+        return torch.cat([_of_rows(rows, row_targets, "none") for rows, row_targets in pairs])
     if not in_cache or reduction == "none" or not (logits.dtype == torch.bfloat16 and logits.requires_grad):
         return _of_rows(logits, targets, reduction)
     total = _SumByRows.apply(logits, targets)
@@ -35,10 +35,10 @@ class _SumByRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx, logits, targets):
         gradient, total = torch.empty(logits.shape, dtype=logits.dtype), logits.new_zeros((), dtype=torch.float32)
-        for some, own, out in zip(*(tensor.split(ROWS_AT_ONCE) for tensor in (logits, targets, gradient))):
-            tanh = torch.tanh(some.float() / LOGIT_CAP)
+        for rows, row_targets, out in zip(*(tensor.split(ROWS_AT_ONCE) for tensor in (logits, targets, gradient))):
+            tanh = torch.tanh(rows.float() / LOGIT_CAP)
             log_probabilities = F.log_softmax(LOGIT_CAP * tanh, dim=-1)
-            counts, places = (own != IGNORE_INDEX).float()[:, None], own.clamp(min=0)[:, None]
+            counts, places = (row_targets != IGNORE_INDEX).float()[:, None], row_targets.clamp(min=0)[:, None]
             total -= (log_probabilities.gather(1, places) * counts).sum()
             # d loss / d capped = p - [target]; d capped / d logit = 1 - tanh^2.
             down = log_probabilities.exp_().scatter_add_(1, places, torch.full_like(counts, -1.0))

@@ -76,16 +76,15 @@ def rows_note(values: dict[str, Any]) -> str:
 
 def utf8_note(values: dict[str, Any], name: str) -> str:
     """What follows the figure `name` of `values`: the one of the text's own bytes, if it is another one."""
-    shown = values[name]
-    true = values.get(name + UTF8) or shown  # an earlier version recorded none
-    return "" if math.isclose(shown, true, rel_tol=DIFFERENCE) else f" ({true:.6f} of the text's own bytes)"
+    true = values.get(name + UTF8) or values[name]  # the first records have none
+    return "" if math.isclose(values[name], true, rel_tol=DIFFERENCE) else f" ({true:.6f} of the text's own bytes)"
 
 
 def remark(values: dict[str, Any]) -> str:
     """What to know of the figures of a run's record: which rows they are of, and those of the text's own bytes."""
     notes = {name: utf8_note(values, name) for name in (f"{split}_bpb" for split in SPLITS) if values.get(name)}
-    others = [f"{name.replace('_', ' ')} {values[name]:.6f}{note}" for name, note in notes.items() if note]
-    return ", ".join(filter(None, [rows_note(values), *others]))
+    figures = [f"{name.replace('_', ' ')} {values[name]:.6f}{note}" for name, note in notes.items() if note]
+    return ", ".join(filter(None, [rows_note(values), *figures]))
 
 
 def remarks(runs: dict[str, dict[str, Any]]) -> list[str]:

@@ -41,29 +41,29 @@ MOST_TOKENS = {"cuda": 2**16, "cpu": 2**12}  # of a micro-batch: more is not fas
 def parameters(config: GPTConfig) -> tuple[int, int, int]:
     """(entries of embedding tables, of the blocks' matrices, of the head and scalars), without building the model."""
     width, rows = config.n_embd, config.padded_vocab_size
-    tables, matrices, others = 1, 0, rows * width + 2 * config.n_layer
+    tables, matrices, rest = 1, 0, rows * width + 2 * config.n_layer
     for attention, layers in attentions(config).items():
         tables += layers * (attention.ve_gate is not None)
         matrices += layers * 8 * width * width
         for name, parameter in attention.named_parameters():
             if name.split(".")[0] in ADAMW_PARTS:
-                others += layers * parameter.numel()
+                rest += layers * parameter.numel()
             else:
                 matrices += layers * parameter.numel()
-    return tables * rows * width, matrices, others
+    return tables * rows * width, matrices, rest
 
 
 def attentions(config: GPTConfig) -> Counter[Attention]:
     """The attention of layers that are unlike each other, without memory for its weights, and how many are like it."""
     first: dict[tuple, Attention] = {}
-    found: Counter[Attention] = Counter()
+    counts: Counter[Attention] = Counter()
     for layer in range(config.n_layer):
         form = config.layer_attention(layer), config.offset_pattern(layer), config.has_value_embedding(layer)
         if form not in first:
             with torch.device("meta"):
                 first[form] = build_attention(config, layer)
-        found[first[form]] += 1
-    return found
+        counts[first[form]] += 1
+    return counts
 
 
 def fixed_bytes(config: GPTConfig, device_type: str, ranks: int = 1) -> tuple[int, int]:
@@ -71,10 +71,10 @@ def fixed_bytes(config: GPTConfig, device_type: str, ranks: int = 1) -> tuple[in
 
     The step needs the latter after the activations are freed.
     """
-    tables, matrices, others = parameters(config)
+    tables, matrices, rest = parameters(config)
     entry = 2 if device_type == "cuda" else 4
-    held = (2 + 2 / ranks) * entry * tables + (8 + 8 / ranks) * others + (8 + 4 / ranks) * matrices
-    held += 2 * (matrices + others) if device_type == "cuda" else 0
+    held = (2 + 2 / ranks) * entry * tables + (8 + 8 / ranks) * rest + (8 + 4 / ranks) * matrices
+    held += 2 * (matrices + rest) if device_type == "cuda" else 0
     largest = 4 * config.n_embd * config.n_embd * config.n_layer
     return int(held), int(8 * matrices + 16 * largest / ranks)
 
@@ -149,6 +149,7 @@ def dry_step(model, rows: int, batch_size: int, sequence_len: int, device: torch
     """
     pieces = list(map(len, micro_batches(range(rows), batch_size)))
     ids = torch.zeros(max(pieces), sequence_len, dtype=torch.int64, device=device)
-    targets = torch.zeros_like(ids)  # one tensor for both would be compiled apart from training's two
+    # torch.compile specialises on aliasing: with one tensor for both this would warm up another program.
+    targets = torch.zeros_like(ids)
     for _ in pieces[:2]:
         model(ids, targets, reduction="sum").backward()

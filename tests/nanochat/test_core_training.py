@@ -6,12 +6,10 @@ import shutil
 import signal
 
 import pytest
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import gpt_runs
-import tiny
 import tiny_core
-from gpt_runs import events, final, flags, metrics
+from gpt_runs import events, final, metrics
 from nanochat_gka import eval_core, train
 from nanochat_gka.core_metric.task_scorer import TaskScorer
 from nanochat_gka.generation.engine import Engine
@@ -35,13 +33,6 @@ def scored(packed, bundle, tmp_path_factory):
     for more in (["--stop-after", 4], []):
         assert gpt_runs.train(packed, out, *with_core(bundle), *more) == 0
     return out
-
-
-def test_charts_name_every_task(scored):
-    """Tasks of one step under one name would be one point, of the last task."""
-    shown = EventAccumulator(str(scored / "run/tensorboard")).Reload().Tags()["scalars"]
-    assert {f"core/centered/{task}" for task in tiny_core.TASKS} < set(shown)
-    assert not any("core_task" in name for name in shown)
 
 
 def test_scores_when_due_equal_eval_core(scored, bundle, tmp_path):
@@ -89,20 +80,6 @@ def test_next_process_scores_what_a_signal_left(scored, packed, bundle, tmp_path
     assert asked == labels + labels[:2] + labels[1:] + labels
     assert [r["centered"] for r in events(tmp_path, "core")] == [r["centered"] for r in events(scored, "core")]
     assert final(tmp_path, STEPS) == final(scored, STEPS)
-
-
-def test_two_processes_score_alike(scored, packed, bundle, tmp_path):
-    """The first two steps of two processes differ from those of one by rounding alone; no answer here is so close."""
-    tiny.call(gpt_runs.MODULE, *flags(packed, tmp_path, *with_core(bundle), "--stop-after", 3), ranks=2)
-    assert [r["centered"] for r in events(tmp_path, "core")] == [events(scored, "core")[0]["centered"]]
-
-
-def test_run_goes_on_without_an_unusable_task(packed, bundle, tmp_path, capsys):
-    mine = shutil.copytree(bundle, tmp_path / "bundle")
-    tiny_core.make_lambada_unusable(mine, [{"context": "the ker", "continuation": "nel"}] * 8)
-    assert gpt_runs.train(packed, tmp_path, *with_core(mine, every=STEPS)) == 0
-    assert "lambada_openai cannot be asked with this tokenizer" in capsys.readouterr().out
-    assert [record["name"] for record in events(tmp_path, "core")] == ["mean of 4 tasks (max 8 each)"]
 
 
 TOO_FEW = "--core-metric-max-per-task 3 is too few for jeopardy: 3 shots and a question"

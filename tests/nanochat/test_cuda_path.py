@@ -64,6 +64,7 @@ def test_what_a_gpu_refuses_is_refused(gpu):
 def test_every_form_trains_evaluates_and_writes(form, gpu, packed, tmp_path):
     """Every tensor is where it belongs, and has the dtype that it has on a GPU."""
     trainer = Trainer(config(packed, tmp_path, **FORMS[form]), setup("cuda"))
+    trainer.prepare()
     trainer.announce()
     before = {name: p.detach().cpu() for name, p in trainer.model.named_parameters()}
     numbers = [trainer.step(False)[0]["loss"] for _ in range(2)]

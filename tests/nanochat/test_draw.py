@@ -14,7 +14,6 @@ from nanochat_gka.figures.rows import draw_rows
 from nanochat_gka.figures.subjects import read_history, subjects_of
 from nanochat_gka.model.checkpoints import export, load
 from tiny_gpt import SHAPE, awake, write_run
-from trainkit_gka.cli import run
 
 READ = "the kernel mixes $5 and $6"
 FORMS = {
@@ -57,16 +56,7 @@ def figures(monkeypatch):
 
 
 def drawn(*flags):
-    run(main, DrawConfig, [str(flag) for flag in flags])
-
-
-def mistake(capsys, *flags):
-    """The one line that a wrong command prints."""
-    with pytest.raises(SystemExit) as left:
-        drawn(*flags)
-    said = capsys.readouterr().err
-    assert left.value.code == 2 and said.startswith("error: ") and said.count("\n") == 1
-    return said
+    assert tiny.exit_code(main, DrawConfig, *flags) == 0
 
 
 def test_every_family_is_written_as_png_and_pdf(runs, tmp_path):
@@ -110,19 +100,6 @@ def test_bandwidths_over_training_are_those_of_the_logs(runs, figures, tmp_path,
     assert all(number in figure.caption for number in ("4.00 to 14.06 times its start", "+49% to +125%"))
 
 
-def test_bandwidths_of_channels_are_drawn_by_rotary_frequency(runs, figures, tmp_path):
-    subjects = subjects_of([runs["gka"], runs["offsets"]], "the kernel")
-    (figure,) = FAMILIES["channels"](subjects, tmp_path)
-    panels = [axis for axis in figures["channels.png"].axes if axis.get_visible()]
-    layer = load(runs["offsets"]).model.attentions[2]
-    scales = layer.channel_log_scales.detach().exp().reshape(4, 2, 8)  # heads, halves that turn together, frequencies
-    dots = [line for line in panels[1].lines if line.get_marker() == "."]
-    assert [line.get_ydata().tolist() for line in dots] == scales.flatten(0, 1).tolist()
-    head = next(row for row in figure.rows if row["layer"] == 3 and row["head"].startswith("4"))
-    expected = scales[3, :, 4:].log().mean().exp(), (scales[3] < 0.5).float().mean()
-    assert (head["mean of slow frequencies"], head["below a half"]) == pytest.approx([float(one) for one in expected])
-
-
 def test_rows_show_the_asked_tokens_layers_and_beginning_of_the_text(runs, figures, tmp_path):
     flags = ["--family", "rows", "--layer", 3, 1, "--tokens", 6, "--query", "kernel", "mixes"]
     drawn("--run", runs["gka"], "--text", READ, *flags, "--out", tmp_path)
@@ -139,40 +116,37 @@ def test_rows_show_the_asked_tokens_layers_and_beginning_of_the_text(runs, figur
         assert row["on"] == subject.words[int(weights.argmax())].strip()
 
 
-def test_models_without_bandwidth_or_log_say_what_is_not_drawn(runs, figures, tmp_path, capsys):
-    families = ["--family", "rows", "sigma", "distances", "channels"]
-    drawn("--run", runs["softmax"], "--text", READ, "--out", tmp_path, *families)
-    assert capsys.readouterr().out.count("not drawn") == 3
-    assert figures.keys() == {"rows.png", "rows.pdf"}
+def test_families_that_a_model_has_nothing_for_are_left_out(runs, figures, tmp_path, capsys):
+    """A bandwidth, one for every channel, or a log of them."""
     export(load(runs["gka"]), tmp_path / "exported")
-    drawn("--run", tmp_path / "exported", "--text", READ, "--out", tmp_path, "--family", "sigma", "distances")
-    assert "sigma: not drawn, the log of gka has no evaluations" in capsys.readouterr().out
-    assert "distances.png" in figures
+    for run_folder, families in ((runs["softmax"], {"rows"}), (tmp_path / "exported", {"rows", "distances"})):
+        figures.clear()
+        drawn(
+            "--run", run_folder, "--text", READ, "--out", tmp_path, "--family", "rows", "sigma", "distances", "channels"
+        )
+        assert {name.partition(".")[0] for name in figures} == families
+        assert capsys.readouterr().out.count("not drawn") == 4 - len(families)
 
 
-def test_mistakes_are_one_line(runs, tmp_path, capsys):
+def test_mistakes_are_one_line(runs, tmp_path, capsys, tokenized):
     gka, (latin, empty) = ["--run", runs["gka"]], (tmp_path / name for name in ("latin.txt", "empty.txt"))
     latin.write_bytes("für".encode("latin-1"))
     empty.write_text(" \n")
-    for flags, message in (
-        (["--demo", tmp_path], "no language runs: give --run, or train some with make demo"),
-        ([*gka, "--text", "a", "--text-file", empty], "give either --text or --text-file"),
-        ([*gka, "--text-file", empty], "the text is empty"),
-        ([*gka, "--text-file", latin], "latin.txt is not UTF-8"),
-        ([*gka, "--text", "kernel " * 200], "the text must have 1 to 160 tokens, it has"),
-        ([*gka, "--text", "the kernel mixes", "--query", "cat"], '--query "cat" is not one of the tokens'),
-        ([*gka, "--twin", runs["gka"], "--text", "the"], "7,000 tokens is given twice"),
-        ([*gka, "--text", "the", "--layer", 5], "--layer is at most 4, got 5"),
-    ):
-        assert message in mistake(capsys, *flags)
-
-
-def test_twins_read_the_same_tokens(runs, tmp_path, capsys, tokenized):
-    other = tmp_path / "tokenizer"
-    other.mkdir()
     data = json.loads((tokenized / "tokenizer" / "tokenizer.json").read_text())
     data["special_tokens"][-1] = "<|another|>"
-    (other / "tokenizer.json").write_text(json.dumps(data))
-    twin = write_run(tmp_path / "twin", load(runs["gka"]).model, other)
-    said = mistake(capsys, "--run", runs["gka"], "--twin", twin)
-    assert f"{twin} has another tokenizer than {runs['gka']}" in said
+    (tmp_path / "tokenizer.json").write_text(json.dumps(data))
+    twin = write_run(tmp_path / "twin", load(runs["gka"]).model, tmp_path)
+    for flags, message in (
+        (["--demo", tmp_path], "give --run"),
+        ([*gka, "--text", "a", "--text-file", empty], "either --text or --text-file"),
+        ([*gka, "--text-file", empty], "the text is empty"),
+        ([*gka, "--text-file", latin], "latin.txt is not UTF-8"),
+        ([*gka, "--text", "kernel " * 200], "1 to 160 tokens"),
+        ([*gka, "--text", "the kernel mixes", "--query", "cat"], '--query "cat"'),
+        ([*gka, "--twin", runs["gka"], "--text", "the"], "is given twice"),
+        ([*gka, "--twin", twin, "--text", "the"], f"{twin} has another tokenizer"),
+        ([*gka, "--text", "the", "--layer", 5], "--layer is at most 4, got 5"),
+    ):
+        assert tiny.exit_code(main, DrawConfig, *flags) == 2
+        error = capsys.readouterr().err
+        assert message in error and error.startswith("error: ") and error.count("\n") == 1

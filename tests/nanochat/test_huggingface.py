@@ -14,7 +14,6 @@ import hub
 import tiny
 import tiny_core
 from naive_core import naive_task
-from nanochat_gka.core_metric.huggingface import load_hugging_face
 from nanochat_gka.eval_core import CoreConfig, main
 from trainkit_gka.progress import read_lines
 
@@ -105,18 +104,6 @@ def test_a_hub_that_does_not_answer_may_answer_the_next_time(bundle, tmp_path):
         done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=tiny.HANG_AFTER)
     assert done.returncode == 75 and "Traceback" not in done.stderr, done.stderr
     assert done.stderr.splitlines()[-1].startswith("error: --hf-path some/model: no causal language model")
-
-
-def test_identity_covers_weights_and_vocabulary(tmp_path):
-    model = write_model(tmp_path / "a", "gpt2")
-    device = torch.device("cpu")
-    first = load_hugging_face(str(tmp_path / "a"), device)
-    assert first.sha256 == load_hugging_face(str(tmp_path / "a"), device).sha256
-    assert (first.name, first.step) == ("a", None)
-    with torch.no_grad():
-        model.transformer.h[0].mlp.c_fc.weight[0, 0] += 1
-    model.save_pretrained(tmp_path / "a")
-    assert load_hugging_face(str(tmp_path / "a"), device).sha256 != first.sha256
 
 
 def test_models_that_cannot_be_loaded_are_one_line(bundle, tmp_path, capsys):

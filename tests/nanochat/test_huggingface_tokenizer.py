@@ -1,6 +1,5 @@
 """Hugging Face's form of our tokenizer: the same ids for any text, the same text for any ids."""
 
-import importlib
 import json
 
 import pytest
@@ -75,15 +74,3 @@ def test_special_tokens_are_there_for_who_asks(pair):
     assert theirs(text, split_special_tokens=False).input_ids == [ours.bos_id, *ours.encode("a"), ours.bos_id + 1]
     assert max(theirs(text).input_ids[1:]) < ours.bos_id and len(theirs) == ours.vocab_size
     assert theirs.padding_side == "left" and theirs.model_max_length == 100
-
-
-def test_the_form_of_our_first_exports_is_one_line(pair, tmp_path):
-    """They had no tokenizer_config.json, and our own file under the name of Hugging Face's."""
-    importlib.import_module("nanochat_gka.hf").GKAConfig().save_pretrained(tmp_path)
-    pair[0].save(tmp_path)
-    with pytest.raises(ValueError, match=r"tokenizer.json is in our own form, .*: export the model again") as caught:
-        transformers.AutoTokenizer.from_pretrained(tmp_path)
-    assert "\n" not in str(caught.value)
-    (tmp_path / "tokenizer.json").write_text(json.dumps(huggingface_tokenizer.backend(pair[0])))
-    again = transformers.AutoTokenizer.from_pretrained(tmp_path)
-    assert again("abaab", add_special_tokens=False).input_ids == pair[0].encode("abaab")

@@ -9,12 +9,11 @@ import torch
 import gpt_checks
 from gka import gaussian_attention
 from nanochat_gka.model.accounting import meta_model
-from nanochat_gka.model.attention import Attention, GKAAttention
+from nanochat_gka.model.attention import build_attention
 from nanochat_gka.model.blocks import Rotary, norm
 from nanochat_gka.model.config import GPTConfig
 from nanochat_gka.model.context import Context
 from nanochat_gka.model.gpt import build
-from nanochat_gka.training.optim import OptimConfig, parameter_groups
 from sharding import check_trains_as_in_bfloat16, process_group
 from tiny_gpt import SHAPE, VARIANTS, awake
 
@@ -57,7 +56,7 @@ def tables(positions: int, width: int) -> Rotary:
 def one_layer(number=0, **fields):
     """A gka layer with a bandwidth for every head, its rotary embedding, a block input (2, 16, 64), and its heads."""
     fields = {"attention": "gka", "window_pattern": "L", **fields}
-    layer = GKAAttention(dataclasses.replace(SHAPE, **fields), layer=number)
+    layer = build_attention(dataclasses.replace(SHAPE, **fields), layer=number)
     layer.init_weights()
     with torch.no_grad():
         layer.log_sigma.copy_(torch.tensor([0.3, 0.5, 0.7, 0.9]))
@@ -108,9 +107,7 @@ def test_controls_have_the_same_offsets(kind, pattern):
     """Softmax and VLT heads, against those without offsets on keys and values that are shifted by hand."""
     torch.manual_seed(1)
     config = dataclasses.replace(SHAPE, attention=kind, head_offsets=pattern, offset_layers="all", window_pattern="L")
-    shifted, plain = (
-        Attention.CLASSES[kind](one, 1) for one in (config, dataclasses.replace(config, head_offsets="N"))
-    )
+    shifted, plain = (build_attention(one, 1) for one in (config, dataclasses.replace(config, head_offsets="N")))
     queries, keys, values = torch.randn(3, 2, 16, 4, 16)
     got = shifted.attend(None, queries, (keys, values))
     for head, delays in enumerate(BY_HAND[pattern]):
@@ -129,22 +126,12 @@ def test_value_embeddings_in_every_layer():
         assert "".join(sorted(model.value_embeds)) == layers
 
 
-@pytest.mark.parametrize(
-    "attention, said, values",
-    [
-        ("gka", {"gka_values": "normalised"}, "normalised"),
-        ("gka", {}, "normalised"),  # not stated at all
-        ("gka", {"gka_values": "rotated"}, "rotated"),
-        ("GA", {"gka_values": "normalised"}, "normalised"),
-        ("softmax", {"gka_values": "normalised"}, "rotated"),  # of no meaning there; the old default is not refused
-    ],
-)
-def test_a_saved_shape_keeps_its_form(attention, said, values):
-    """As a checkpoint of 2026-11-21 has it (commit ef08e29 to a14f06e)."""
-    old = ("sequence_len", "vocab_size", "n_layer", "n_head", "n_kv_head", "n_embd", "window_pattern", "value_embeds")
-    saved = {name: getattr(SHAPE, name) for name in (*old, "head_offsets")}
-    config = GPTConfig.from_saved({**saved, "sigma_squared": 0.0, "attention": attention, **said})
-    assert config.gka_values == values
+@pytest.mark.parametrize("attention, values", [("gka", "normalised"), ("softmax", "rotated")])
+def test_a_saved_shape_keeps_its_form(attention, values):
+    """Softmax models, of which values say nothing, were saved with a value of it."""
+    saved = dataclasses.asdict(dataclasses.replace(SHAPE, attention=attention)) | {"gka_values": "normalised"}
+    config = GPTConfig.from_saved(saved)
+    assert (config.attention, config.gka_values) == (attention, values)
     assert GPTConfig.from_saved(dataclasses.asdict(config)) == config
 
 
@@ -155,19 +142,6 @@ def test_starting_bandwidths():
             torch.testing.assert_close(sigma.square(), torch.full((4,), sigma_squared))
 
 
-def test_bandwidths_have_an_adamw_group_without_decay():
-    model = build(dataclasses.replace(SHAPE, attention="GGGA"), "cpu")
-    group = next(g for g in parameter_groups(model, OptimConfig(), lr_scale=2.0) if g.names[0].endswith("log_sigma"))
-    assert (group.kind, len(group.names), group.weight_decay, group.initial_lr) == ("adamw", 3, 0.0, 0.01)
-
-
-def test_hybrid_pattern_is_tiled_like_the_windows():
-    config = GPTConfig.from_depth(6, attention="GGA", window_pattern="SSL")
-    assert [config.layer_attention(i) for i in range(6)] == ["gka", "gka", "softmax"] * 2
-    assert [config.window(i) for i in range(6)] == [1024, 1024, 2048] * 2
-    assert [config.has_value_embedding(i) for i in range(6)] == [False, False, False, False, False, True]
-
-
 @pytest.mark.parametrize(
     "fields,message",
     [
@@ -175,7 +149,7 @@ def test_hybrid_pattern_is_tiled_like_the_windows():
         (dict(attention="lin"), "or a pattern of their letters such as GGGA"),
         (dict(window_pattern=""), "window_pattern must be made of the letters S, L"),
         (dict(head_offsets="PQ"), "head_offsets must be made of the letters N, P, S"),
-        (dict(head_offsets="P2S"), "got 'P2S'; --forms runs.study.forms has those of several tokens and by layer"),
+        (dict(head_offsets="P2S"), "got 'P2S'"),
         (dict(head_offsets="PS"), "head_offsets is for gka layers, and attention=softmax has none in 4 layers; off"),
         (dict(gka_values="raw"), "gka_values must be one of rotated, normalised, got 'raw'"),
     ],
@@ -190,7 +164,7 @@ def test_channel_bandwidths_and_head_gates_are_their_equations(kind, values):
     """From the equations, in float64: features = norm(rotary(norm(x) exp(a))), values without a; 2 sigmoid(0.1 G x)."""
     form = dict(gka_values=values) if kind == "gka" else dict(offset_layers="all")
     config = dataclasses.replace(SHAPE, attention=kind, channel_bandwidths=True, head_gates=True, **form)
-    layer = Attention.CLASSES[kind](config, layer=3)
+    layer = build_attention(config, layer=3)
     layer.init_weights()
     with torch.no_grad():
         for parameter in (layer.channel_log_scales, layer.head_gate.weight, layer.c_proj.weight):

@@ -1,8 +1,7 @@
-"""Packing: nanochat's rows are upstream's, people's own text is not cropped, folders of earlier versions serve."""
+"""Packing: nanochat's rows are upstream's, people's own text is not cropped."""
 
 import itertools
 import json
-import os
 import shutil
 from pathlib import Path
 
@@ -17,13 +16,9 @@ from hypothesis import strategies as st
 import golden
 import tiny
 from nanochat_gka import pack, tokenizer
-from nanochat_gka.data import units
-from nanochat_gka.data.corpora import ParquetCorpus
 from nanochat_gka.data.loader import PackedData
 from nanochat_gka.data.packing import best_fit_rows
-from nanochat_gka.data.shards import TRAIN_FIRST
 from nanochat_gka.data.tokenizer import Tokenizer
-from runs import make
 from tiny_pack import automatic, bins, config, cut, rewrite_json, write_parquet
 
 BOS = 50_000
@@ -59,12 +54,6 @@ def test_every_token_of_split_documents_is_in_a_row_once(lengths, capacity, buff
     for row in rows:  # within a row, what follows a token without a BOS between them follows it in its document
         for before, after in itertools.pairwise(row):
             assert BOS in (before, after) or (after == before + 1 and after not in firsts)
-
-
-def test_a_long_document_becomes_whole_rows_and_a_rest():
-    documents = [np.array([BOS, *range(22)]), np.array([BOS, *range(90, 94)])]
-    rows = [row.tolist() for row in best_fit_rows([documents], 10, split_documents=True)]
-    assert rows == [[BOS, *range(9)], [BOS, *range(9, 18)], [BOS, *range(90, 94), BOS, *range(18, 22)]]
 
 
 # nanochat's rows
@@ -148,66 +137,6 @@ def test_a_warning_when_more_rows_are_asked_than_are_upstreams(odd):
         said.clear()
 
 
-def test_training_rows_kept_for_evaluation_are_limited(odd, tmp_path, monkeypatch):
-    monkeypatch.setattr(units, "FIRST_TOKENS", 100 * 32)
-    unit = next(unit for unit in units.plan_units(ParquetCorpus(odd / "corpus")) if unit.split == TRAIN_FIRST)
-    record = units.pack_unit(unit, odd / "corpus", Tokenizer.load(odd / "tokenizer"), 32, tmp_path)
-    assert record["rows"] == record["upstream_rows"] == 100
-    whole = (odd / "packed" / "train_first_000000.bin").read_bytes()
-    assert (tmp_path / "train_first_000000.bin").read_bytes() == whole[: 100 * 33 * 2]
-
-
-# Folders of earlier versions
-
-
-def test_a_folder_without_rows_for_evaluation_serves(odd, tmp_path, capsys):
-    """Its validation split came in units of eight row groups. Packing again replaces those units alone."""
-    out, vocabulary, shards = tmp_path / "packed", Tokenizer.load(odd / "packed"), []
-    shutil.copytree(odd / "packed", out)
-    for shard in PackedData(out).manifest["shards"]:
-        if shard["split"] == "train":
-            shards.append({key: value for key, value in shard.items() if key != "upstream_rows"})
-        else:
-            for end in ("bin", "json"):
-                (out / f"{shard['name']}.{end}").unlink()
-    for number, first in enumerate((0, 8, 16)):
-        unit = units.Unit(f"val_{number:06d}", "val", "2.parquet", first, min(first + 8, 18))
-        shards.append({**units.pack_unit(unit, odd / "corpus", vocabulary, 32, out), "new": True})
-    rewrite_json(out / "manifest.json", shards=shards)
-    old, said = PackedData(out), []
-    assert not old.has_upstream_rows and PackedData(odd / "packed").has_upstream_rows
-    old.warn_of_rows("spaced", 320, said.append)
-    assert not said
-    old.warn_of_rows("upstream", 320, said.append)
-    assert len(said) == 1 and str(out / "manifest.json") in said[0]
-    for split in ("train", "val"):
-        rows, spaced = old.split(split), old.eval_rows(split, 50 * 32, "spaced")
-        assert torch.equal(old.eval_rows(split, 50 * 32).batch(range(50))[0], spaced.batch(range(50))[0])
-        assert torch.equal(spaced.batch([49])[0], rows.batch([49 * len(rows) // 50])[0])
-    pack.main(config(odd, out))
-    assert "reusing the tokenised data that is there" in capsys.readouterr().out
-    (out / "manifest.json").unlink()
-    pack.main(config(odd, out))
-    names = [{path.name for path in folder.iterdir()} for folder in (out, odd / "packed")]
-    assert bins(out) == bins(odd / "packed") and names[0] == names[1]
-
-
-def test_a_folder_that_does_not_say_whether_documents_are_split_goes_on(own, capsys):
-    """None were."""
-    out = own / "packed"
-    pack.main(config(own, out))
-    for name in ("plan.json", "manifest.json"):
-        assert json.loads((out / name).read_text())["split_documents"] is False
-        rewrite_json(out / name, split_documents=None)
-    want = bins(out)
-    pack.main(automatic(own, out))
-    assert "reusing the tokenised data that is there" in capsys.readouterr().out
-    (out / "manifest.json").unlink()
-    (out / "train_000000.bin").unlink()
-    pack.main(automatic(own, out))
-    assert bins(out) == want
-
-
 # People's own text
 
 
@@ -223,14 +152,6 @@ def own(packed, tmp_path):
     return tmp_path
 
 
-def test_files_in_no_split_are_named(own, tmp_path, capsys):
-    """Where others say by their names what is held out."""
-    texts = {name: [f"{name} " * 400] * 4 for name in ("cooking", "dev-notes", "training-manual")}
-    write_parquet(tmp_path / "named", **texts)
-    pack.main(automatic(own, tmp_path / "packed", corpus=tmp_path / "named"))
-    assert f"{tmp_path / 'named'}: not read: 1 .parquet\n" in capsys.readouterr().out
-
-
 def test_own_text_is_not_cropped(own, capsys):
     """nanochat's rows hold the beginning of a book and throw the rest away, and then packing says what to change."""
     pack.main(config(own, own / "theirs"))
@@ -242,63 +163,52 @@ def test_own_text_is_not_cropped(own, capsys):
     rows = np.fromfile(data.folder / "train_000000.bin", "<u2").reshape(-1, data.sequence_len + 1)
     kept, given_ids = np.sum(rows != data.tokenizer.bos_id), sum(len(data.tokenizer.encode(text)) for text in TEXTS)
     assert given_ids - 33 < kept <= given_ids and (rows[:, 0] == data.tokenizer.bos_id).all()
-    assert not data.has_upstream_rows and data.name_rows(320) == "spaced"
+    assert data.name_rows(320) == "spaced"
 
 
 def test_rows_of_fineweb_stay_nanochats(own):
-    """In the folder it was fetched to, in make's folder of links, and in one that an earlier make wrote."""
+    """By the note that the command which fetches FineWeb-Edu leaves in the folder."""
     pack.main(config(own, own / "theirs"))
-    home = own / "base" / "corpus" / "fineweb"
-    home.parent.mkdir(parents=True)
-    shutil.copytree(own / "corpus", home)
-    (home / "source.json").write_text(json.dumps({"source": "fineweb"}))
-    linked, earlier, other = (home.with_name(name) for name in ("fineweb-2", "fineweb-old", "other"))
-    make.finish_corpus(home, linked, 2)
-    shutil.copytree(linked, earlier, copy_function=os.link)
-    (earlier / "source.json").unlink()
-    shutil.copytree(own / "corpus", other)
-    for corpus in (home, linked, earlier, other):
-        out = own / f"packed-{corpus.name}"
-        pack.main(automatic(own, out, corpus=corpus))
-        assert PackedData(out).has_upstream_rows == (bins(out) == bins(own / "theirs")) == (corpus != other)
+    for source in ("fineweb", "other"):
+        corpus = shutil.copytree(own / "corpus", own / source)
+        (corpus / "source.json").write_text(json.dumps({"source": source}))
+        pack.main(automatic(own, own / f"packed-{source}", corpus=corpus))
+        assert (bins(own / f"packed-{source}") == bins(own / "theirs")) == (source == "fineweb")
 
 
 def test_a_run_is_not_continued_on_other_rows_of_the_same_text(own):
-    """Split where the run's were not, or cut by another version. Checkpoints of earlier versions do not say which."""
+    """Split where the run's were not, or packed in another way."""
     run = own / "run"
     for folder, choice in (("split", "yes"), ("whole", "no"), ("others", "no")):
         pack.main(config(own, own / folder, split_documents=choice))
     shards = json.loads((own / "others/manifest.json").read_text())["shards"]
     next(shard for shard in shards if shard["split"] == "train")["sha256"] = "0" * 64
     rewrite_json(own / "others/manifest.json", shards=shards)
-    split, whole = PackedData(own / "split"), PackedData(own / "whole")
-    others = PackedData(own / "others", verify=False)
-    for data in (split, whole):
-        data.check_same(data.identity(run), run)
-    for data, saved in ((split, whole), (whole, split)):
-        with tiny.one_line_error("was packed with another --split-documents than the run in"):
+    split, whole, others = (PackedData(own / name, verify=False) for name in ("split", "whole", "others"))
+    for data, saved, message in (
+        (split, whole, "another --split-documents"),
+        (whole, split, "another --split-documents"),
+        (others, whole, "other rows"),
+    ):
+        saved.check_same(saved.identity(run), run)
+        with tiny.one_line_error(message):
             data.check_same(saved.identity(run), run)
-    saved = whole.identity(run)
-    with tiny.one_line_error("has other rows than the run in .*, though they are of the same text"):
-        others.check_same(saved, run)
-    del saved["train_rows"]
-    others.check_same(saved, run)
 
 
-# Refusals
+REFUSED = [
+    ({"sequence_len": 33}, "sequence length 32; choose another --out"),
+    ({"tokenizer": "tokenizer"}, "another tokenizer"),
+    ({"corpus": "corpus"}, r"2 changed \(shard_00000.parquet, shard_00001.parquet"),
+    ({"split_documents": "yes"}, "--split-documents no"),
+]
 
 
 def test_what_a_folder_was_not_packed_with_is_refused(packed, tmp_path):
-    out = tmp_path / "packed"
-    shutil.copytree(packed / "packed", out)
+    out = shutil.copytree(packed / "packed", tmp_path / "packed")
     tokenizer.main(tokenizer.TokenizerConfig(corpus=packed / "corpus", out=tmp_path / "tokenizer", vocab_size=290))
     tiny.write_corpus(tmp_path / "corpus", docs=401)
-    for changes, message in (
-        ({"sequence_len": 33}, r"was packed with sequence length 32; choose another --out \(with make, BASE\), or del"),
-        ({"tokenizer": tmp_path / "tokenizer"}, "was packed with another tokenizer"),
-        ({"corpus": tmp_path / "corpus"}, r"other corpus files: 2 changed \(shard_00000.parquet, shard_00001.parquet"),
-        ({"split_documents": "yes"}, "was packed with --split-documents no"),
-    ):
+    for changes, message in REFUSED:
+        changes = {key: tmp_path / value if key == value else value for key, value in changes.items()}
         with tiny.one_line_error(message):
             pack.main(config(packed, out, **changes))
     assert bins(out) == bins(packed / "packed")
@@ -306,9 +216,7 @@ def test_what_a_folder_was_not_packed_with_is_refused(packed, tmp_path):
 
 
 def test_a_small_corpus_packs_at_a_lower_length(packed, tmp_path):
-    counts = "0 training and 0 validation rows"
-    with tiny.one_line_error(f"too small for rows of 100000 tokens: {counts}.*lower --sequence-len"):
+    with tiny.one_line_error("too small for rows of 100000 tokens.*lower --sequence-len"):
         pack.main(config(packed, tmp_path / "packed", sequence_len=100_000))
-    assert {path.name for path in (tmp_path / "packed").iterdir()} == {".lock", "tokenizer.json"}
     pack.main(config(packed, tmp_path / "packed"))
     assert bins(tmp_path / "packed") == bins(packed / "packed")

@@ -1,50 +1,46 @@
-"""Language runs of other forms and rows resume, or are refused."""
+"""Language runs that are killed, stopped or older go on where they were, to the bit."""
 
 import json
+import shutil
 
 import gpt_runs
+import tiny
+from gpt_runs import final
 from nanochat_gka import pack
 from nanochat_gka.model.checkpoints import load
 from tiny_pack import config, rewrite_json
 from trainkit_gka import checkpoint
 from trainkit_gka.files import sha256
 
+RESEARCH = {"mixing": "none", "rotary": "full", "kernel": "gaussian", "gka_window": 0}
 
-def as_saved_before(folder, **said):
-    """Make a run's checkpoint look as when normalised values were the default: it states `said` of the values."""
+
+def add_settings(folder, **settings):
+    """Add settings to those of the model and the run in the newest checkpoint, as runs of the study have them."""
     at = checkpoint.load_newest(folder / "checkpoints").path
     state = json.loads((at / "state.json").read_text())
     for name in ("model_config", "train_config"):
-        state[name].pop("gka_values", None)
-        state[name].update(said)
-    (at / "state.json").write_text(json.dumps(state))
+        state[name] |= settings
+    rewrite_json(at / "state.json", **state)
     rewrite_json(at / "manifest.json", **{"state.json": sha256(at / "state.json")})
 
 
-def test_older_run_keeps_its_form_or_names_the_flag(packed, tmp_path, capsys):
-    """A run of normalised values, which it does not state, has the name that is the paper's form's today."""
-
-    def train(until, *more):
-        return gpt_runs.train(packed, tmp_path, "--attention", "gka", "--model-tag", "", "--stop-after", until, *more)
-
-    own = ["--gka-values", "normalised", "--model-tag", "d2-gka"]
-    assert train(2, *own) == 0
-    as_saved_before(tmp_path / "d2-gka")
-    assert load(tmp_path / "d2-gka").model.config.gka_values == "normalised"
-    assert train(4) == 2
+def test_a_run_of_the_study_goes_on_and_research_forms_name_their_commit(packed, tmp_path, capsys):
+    words = ["--num-iterations", 4]
+    gpt_runs.train(packed, tmp_path / "whole", *words)
+    gpt_runs.train(packed, tmp_path, *words, "--stop-after", 2)
+    add_settings(tmp_path / "run", **RESEARCH)
+    assert load(tmp_path / "run").step == 2
+    shutil.copytree(tmp_path / "run", tmp_path / "research/run")
+    assert gpt_runs.train(packed, tmp_path, *words) == 0
+    assert final(tmp_path, 4) == final(tmp_path / "whole", 4)
+    add_settings(tmp_path / "research/run", **{**RESEARCH, "kernel": "mean"})
+    capsys.readouterr()
+    assert gpt_runs.train(packed, tmp_path / "research", *words) == 2
     error = capsys.readouterr().err
-    assert f"--gka-values is rotated but the run in {tmp_path / 'd2-gka'} has normalised" in error
-    assert "--model-tag d2-gka" in error
-    assert train(4, *own) == 0
-    assert load(tmp_path / "d2-gka").step == 4 and load(tmp_path / "d2-gka").model.config.gka_values == "normalised"
-    assert train(2, *own[:2]) == 0 and (tmp_path / "d2-gka-normalised").is_dir()
-
-
-def test_an_older_softmax_run_goes_on(packed, tmp_path, capsys):
-    assert gpt_runs.train(packed, tmp_path, "--attention", "softmax", "--stop-after", 2) == 0
-    as_saved_before(tmp_path / "run", gka_values="normalised")
-    assert gpt_runs.train(packed, tmp_path, "--attention", "softmax", "--stop-after", 4) == 0
-    assert "resuming at step 2" in capsys.readouterr().out and load(tmp_path / "run").step == 4
+    assert "kernel=mean" in error and "0438d460" in error and error.count("\n") == 1
+    with tiny.one_line_error("kernel=mean .*0438d460"):
+        load(tmp_path / "research/run")
 
 
 def test_rows_of_another_length_are_refused(packed, tmp_path, capsys):

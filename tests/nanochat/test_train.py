@@ -1,10 +1,8 @@
 """Training: what a run leaves and says of itself, its schedule, the same step on any number of ranks."""
 
 import json
-import math
 import re
 import shutil
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,17 +11,14 @@ from safetensors.torch import load_file
 
 import gpt_runs
 import tiny
-from gka import bandwidth_warnings
 from gpt_runs import MODULE, STEPS, events, flags, metrics
-from nanochat_gka import evaluate, export
-from nanochat_gka.data.loader import PackedData, Stream, rows_of_run
+from nanochat_gka import evaluate
+from nanochat_gka.data.loader import PackedData, Stream
 from nanochat_gka.model.accounting import scaling_parameters
-from nanochat_gka.model.checkpoints import load
 from nanochat_gka.model.config import GPTConfig
 from nanochat_gka.model.gpt import build
 from nanochat_gka.train import TrainConfig
 from nanochat_gka.training.optim import MuonAdamW, OptimConfig, parameter_groups
-from trainkit_gka.cli import run
 from trainkit_gka.distributed import Runtime
 
 TOKENS = STEPS * 8 * tiny.SEQUENCE_LEN
@@ -43,13 +38,6 @@ def test_finished_run_learned_and_is_recorded(packed, uninterrupted):
     assert "already trained" in tiny.call(MODULE, *flags(packed, uninterrupted)).stdout
 
 
-def test_finished_run_is_exported_with_its_settings(uninterrupted, tmp_path):
-    run(export.main, export.ExportConfig, ["--run", str(uninterrupted / "run"), "--out", str(tmp_path / "out")])
-    loaded = load(tmp_path / "out")
-    assert (loaded.name, loaded.step, loaded.training["tokens"]) == ("run", STEPS, TOKENS)
-    assert loaded.training["settings"]["depth"] == 2 and loaded.training == load(uninterrupted / "run").training
-
-
 TAGS = [
     ({}, "d20-gka"),
     (dict(gka_values="normalised"), "d20-gka-normalised"),
@@ -66,15 +54,6 @@ TAGS = [
 @pytest.mark.parametrize("settings, tag", TAGS, ids=str)
 def test_each_form_of_gka_has_its_own_run_name(settings, tag):
     assert TrainConfig(depth=20, **settings).tag == tag
-
-
-def test_a_text_that_is_read_again_and_again_is_said(packed, tmp_path, capsys):
-    rows = len(PackedData(packed / "packed").split("train"))
-    for times, said in ((10, False), (11, True)):
-        steps = rows * times // 2  # of two rows
-        words = ["--num-iterations", steps, "--total-batch-size", 2 * tiny.SEQUENCE_LEN, "--stop-after", 1]
-        assert gpt_runs.train(packed, tmp_path / str(times), *words) == 0
-        assert (f"the {rows:,} training rows are read {times} times" in capsys.readouterr().out) == said
 
 
 # The rows of a run
@@ -106,21 +85,6 @@ def test_evaluation_finds_the_rows_of_the_run(packed, tmp_path, capsys):
     assert code == 2 and error.count("\n") == 1 and "there/packed" in error and "give --data FOLDER with rows" in error
 
 
-def test_rows_are_the_runs_only_if_they_are_of_its_text(tmp_path):
-    """Runs of earlier versions and exports do not say where theirs are."""
-    data = {"tokenizer_sha256": "f" * 64, "sequence_len": 32, "source": [["a.parquet", 1], ["b.parquet", 1]]}
-    with tiny.one_line_error("of an earlier version.*with rows of 32 tokens of tokenizer ffffffffffff"):
-        rows_of_run(data, Path("out/runs/d4"))
-    data |= {"corpus": "text", "folder": str(tmp_path / "packed"), "folder_from_run": "../packed"}
-    (tmp_path / "packed").mkdir()
-    manifest = tmp_path / "packed/manifest.json"
-    manifest.write_text(json.dumps(data))
-    assert rows_of_run(data, tmp_path / "run") == tmp_path / "packed"
-    manifest.write_text(json.dumps({**data, "source": [["a.parquet", 2], ["b.parquet", 1]]}))
-    with tiny.one_line_error(r"are gone from .*; pack them again, or give --data FOLDER"):
-        rows_of_run(data, tmp_path / "run")
-
-
 def test_ids_that_are_not_in_the_vocabulary_name_file_and_row(packed, tmp_path, capsys):
     """Of a damaged file whose checksum nobody verifies; training reads the rows in another order."""
     shutil.copytree(packed / "packed", tmp_path / "packed")
@@ -138,35 +102,11 @@ def test_ids_that_are_not_in_the_vocabulary_name_file_and_row(packed, tmp_path, 
 # What a run says of itself
 
 
-def test_the_result_says_of_which_rows_it_is(packed, tmp_path):
-    """Those that its evaluation took, whatever a run that goes on after it asks for."""
-    log = tmp_path / "run/log.jsonl"
-    assert gpt_runs.train(packed, tmp_path, "--num-iterations", 2, "--eval-rows", "spaced") == 0
-    assert {line["eval_rows"] for line in events(tmp_path, "eval")} == {"spaced"}
-    log.write_text("".join(line + "\n" for line in log.read_text().splitlines() if '"finish"' not in line))
-    assert gpt_runs.train(packed, tmp_path, "--num-iterations", 2, "--eval-rows", "upstream") == 0
-    assert events(tmp_path, "finish")[0]["eval_rows"] == "spaced"
-
-
 def test_bandwidths_out_of_range_are_said(packed, tmp_path):
     """A run that goes on as the identity, or as a mean, has finite losses. test_loop.py has when warnings are said."""
     assert gpt_runs.train(packed, tmp_path, "--num-iterations", 4, "--sigma-lr", "1e6") == 0
     assert all("--sigma-lr" in line for line in metrics(tmp_path)["warnings"])
     assert re.match(r"step \d: sigma of layer_0, heads? .* so (small|large) that", metrics(tmp_path)["warnings"][0])
-
-
-@pytest.mark.parametrize(
-    "sigma, fault",
-    [(0.0, "small"), (5.6e-3, "small"), (5.7e-3, ""), (64**0.25, ""), (1130, ""), (1132, "large"), (math.inf, "large")],
-)
-def test_a_bandwidth_is_judged_by_what_it_does_to_features_of_its_length(sigma, fault):
-    """Tokens that differ by 1 % of the norm have no weight at all; or opposite ones have the same to 1e-4."""
-    found = bandwidth_warnings(3, [1.0, sigma, sigma], 64, "--lr")
-    assert [*found] == (["sigma of layer_3, heads 1, 2"] if fault else [])
-    assert all(f": {sigma:.3g}, {sigma:.3g}, so {fault} that" in line for line in found.values())
-    norm = 64**0.5
-    near, far = (math.exp(-(distance**2) / (2 * sigma**2)) if sigma else 0.0 for distance in (norm / 100, 2 * norm))
-    assert (near < math.exp(-100)) == (fault == "small") and (far > 1 - 1e-4) == (fault == "large")
 
 
 # Steps
