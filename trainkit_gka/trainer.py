@@ -77,7 +77,7 @@ class Trainer(ABC):
 
     @abstractmethod
     def announce(self) -> dict[str, Any]:
-        """Print what will be trained; prepare what needs all processes. Returns values for the log's start record."""
+        """Print what will be trained. Returns values for the log's start record."""
 
     @abstractmethod
     def step(self, asked_to_stop: bool) -> tuple[dict[str, float], bool]:
