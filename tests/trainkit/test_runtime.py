@@ -17,8 +17,8 @@ from trainkit_gka.cli import PassingFault, UserError
 from trainkit_gka.command import command_line
 from trainkit_gka.distributed import Runtime, setup
 from trainkit_gka.exports import CONFIG, export_folder
-from trainkit_gka.files import atomic, atomic_folder, locked, read_json, remove_stale_temporaries, write_json
-from trainkit_gka.progress import Pace, RunLog, read_events, read_lines
+from trainkit_gka.files import atomic, atomic_folder, locked, read_json, write_json
+from trainkit_gka.progress import Pace, RunLog, read_events
 from trainkit_gka.results import append_result, describe_hardware, is_processor, peak_memory, processor_name
 
 # Files
@@ -85,14 +85,6 @@ def test_json_is_read_or_refused_in_one_line(tmp_path):
         (tmp_path / "b.json").write_bytes(content)
         with pytest.raises(UserError, match=r"plan is not valid JSON: .*b.json"):
             read_json(tmp_path / "b.json", "plan")
-
-
-def test_only_stale_temporaries_are_deleted(tmp_path):
-    for name in (".tmp-rows.bin-77", "rows.bin", ".lock"):
-        (tmp_path / name).touch()
-    (tmp_path / ".tmp-step_00000001").mkdir()
-    remove_stale_temporaries(tmp_path)
-    assert {path.name for path in tmp_path.iterdir()} == {"rows.bin", ".lock", ".tmp-step_00000001"}
 
 
 def test_lock_ends_with_a_killed_process(tmp_path):
@@ -172,6 +164,8 @@ def test_a_resumed_log_reads_as_one_run(tmp_path):
     assert [strict(line)["step"] for line in lines] == list(range(1, 9))
     assert [strict(line)["run"] for line in lines] == [1] * 4 + [5] * 4
     assert [strict(line) for line in lines[:4]] == [strict(line) for line in earlier]
+    write_log(path, 1, 2)  # from the start
+    assert [record["step"] for record in read_lines(path)] == [1, 2]
 
 
 def test_foreign_log_lines_are_skipped(tmp_path):
@@ -184,12 +178,6 @@ def test_foreign_log_lines_are_skipped(tmp_path):
     assert not log.has("train", 5) and not log.has("eval", 1, "val_bpb")
     log.close()
     assert all(strict(line)["step"] <= 4 for line in path.read_text().splitlines())
-
-
-def test_run_from_the_start_empties_its_log(tmp_path):
-    write_log(tmp_path / "log.jsonl", 1, 3)
-    write_log(tmp_path / "log.jsonl", 1, 2, resume_step=0)
-    assert [record["step"] for record in read_lines(tmp_path / "log.jsonl")] == [1, 2]
 
 
 def test_lines_are_on_disk_as_soon_as_they_are_logged_and_are_json(tmp_path, capsys):
@@ -237,10 +225,6 @@ def test_pace_leaves_out_the_first_steps():
     assert pace.seconds_for(10) == 70
 
 
-def test_peak_memory_of_this_process_in_mib():
-    assert 100 < peak_memory(torch.device("cpu")) < 2**16  # torch alone takes more, and tests less
-
-
 def test_a_processor_is_told_apart_by_name_instructions_and_threads(threads, monkeypatch):
     entries = "processor\t: 0\ncpu family\t: 25\nmodel\t\t: 17\nmodel name\t: {}\nflags\t\t: fpu\n"
     assert processor_name(entries.format("AMD EPYC")) == "AMD EPYC family 25 model 17"  # a name without a number
@@ -251,6 +235,7 @@ def test_a_processor_is_told_apart_by_name_instructions_and_threads(threads, mon
     held = describe_hardware(torch.device("cpu"))
     assert name.endswith(", 2 threads") and held == name.replace(", 2 threads", " held to AVX2, 2 threads")
     assert is_processor(name) and is_processor(held) and not is_processor("NVIDIA H100 80GB HBM3")
+    assert 100 < peak_memory(torch.device("cpu")) < 2**16  # MiB: torch alone takes more, and tests less
 
 
 def test_result_line_names_commit_command_and_hardware(tmp_path):
