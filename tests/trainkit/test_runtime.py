@@ -165,7 +165,7 @@ def test_a_resumed_log_reads_as_one_run(tmp_path):
     assert [strict(line)["run"] for line in lines] == [1] * 4 + [5] * 4
     assert [strict(line) for line in lines[:4]] == [strict(line) for line in earlier]
     write_log(path, 1, 2)  # from the start
-    assert [record["step"] for record in read_lines(path)] == [1, 2]
+    assert [record["step"] for record in read_events(path)] == [1, 2]
 
 
 def test_foreign_log_lines_are_skipped(tmp_path):
