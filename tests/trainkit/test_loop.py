@@ -109,10 +109,16 @@ def test_a_signal_finishes_the_step_saves_and_exits_with_the_stopped_code(config
     """--stop-after is no signal."""
     config, step = replace(config, stopped_code=85), ToyTrainer.step
     launch(replace(config, stop_after=2), ToyTrainer)
-    monkeypatch.setattr(ToyTrainer, "step", lambda self, _: (os.kill(os.getpid(), signal.SIGTERM), step(self, True))[1])
+
+    def interrupted(self, asked_to_stop):
+        if not asked_to_stop:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return step(self, asked_to_stop)
+
+    monkeypatch.setattr(ToyTrainer, "step", interrupted)
     with pytest.raises(SystemExit) as end:
         launch(config, ToyTrainer)
-    assert end.value.code == 85 and checkpoint.load_newest(config.folder / "checkpoints").step == 3
+    assert end.value.code == 85 and checkpoint.load_newest(config.folder / "checkpoints").step == 4
     monkeypatch.undo()
     launch(config, ToyTrainer)
     assert weights(config) == uninterrupted
