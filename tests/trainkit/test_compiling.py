@@ -9,17 +9,14 @@ from trainkit_gka.cli import UserError
 from trainkit_gka.distributed import Runtime
 
 HERE = Runtime(0, 1, torch.device("cpu"))
-FAILS = r"--compile on: torch\.compile fails here: .*; install g\+\+, or use --compile off$"
 
 
 def test_it_is_refused_where_it_is_asked_for_and_left_out_where_it_is_not(no_compiler, capsys):
-    with pytest.raises(UserError, match=FAILS):
+    with pytest.raises(UserError, match="^--compile on: "):
         compiling.mode("--compile", "on", "off", HERE)
     assert compiling.mode("--compile", "auto", "max-autotune", HERE) == "off"
     output = capsys.readouterr().out
-    assert (
-        output.startswith("--compile auto: nothing is compiled, torch.compile fails here: ") and output.count("\n") == 1
-    )
+    assert output.startswith("--compile auto: ") and output.count("\n") == 1
 
 
 def test_off_asks_for_no_compiler(no_compiler, capsys):
