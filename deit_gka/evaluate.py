@@ -42,7 +42,7 @@ from deit_gka.model.checkpoints import (
     weights_in,
 )
 from deit_gka.training.engine import evaluate
-from trainkit_gka.cli import Bounds, Count, UserError, flag_of, run
+from trainkit_gka.cli import Bounds, Count, Group, UserError, flag_of, run
 from trainkit_gka.distributed import Runtime, running
 from trainkit_gka.progress import progress_bar, rate
 from trainkit_gka.results import append_result
@@ -66,10 +66,10 @@ class EvaluateConfig(DataParts):
     """Weights for --model: a .safetensors or .pth file, DeiT's own too."""
     pretrained: bool = False
     """Take timm's weights for --model."""
-    data: str = ""
+    data: Annotated[str, Group.DATA] = ""
     """A folder with train/ and val/ (class folders, or webdataset tars), hf:NAME_OR_PATH, hf-stream:NAME_OR_PATH,
     wds:FOLDER or digits. Empty = what the run was trained on."""
-    split: Literal["val", "train"] = "val"
+    split: Annotated[Literal["val", "train"], Group.DATA] = "val"
     """Which images to evaluate on."""
     crop_pct: Annotated[float, Bounds(0, 1, open_least=True, other=(-1, "the run's"))] = -1.0
     """Part of the resized image that is looked at; -1 = the run's, or timm's for --model (DeiT's figures: 0.875)."""

@@ -12,7 +12,7 @@ HERE = Runtime(0, 1, torch.device("cpu"))
 
 
 def test_it_is_refused_where_it_is_asked_for_and_left_out_where_it_is_not(no_compiler, capsys):
-    with pytest.raises(UserError, match="^--compile on: "):
+    with pytest.raises(UserError, match=r"^--compile on: "):
         compiling.mode("--compile", "on", "off", HERE)
     assert compiling.mode("--compile", "auto", "max-autotune", HERE) == "off"
     output = capsys.readouterr().out
