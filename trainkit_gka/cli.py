@@ -164,11 +164,12 @@ def _with_groups(config_class: type) -> type:
     group_of = {name: g for name, hint in hints.items() for g in getattr(hint, "__metadata__", ()) if type(g) is Group}
     if not group_of:
         return config_class
-    docs = _field_docs(config_class)
-    for known in fields(config_class):
-        hint = Annotated[hints[known.name], tyro.conf.arg(help=docs.get(known.name))]
-        copy = field(default=known.default, default_factory=known.default_factory)
-        members.setdefault(group_of.get(known.name), []).append((known.name, hint, copy))
+    docs, known = _field_docs(config_class), {one.name: one for one in fields(config_class)}
+    names = [name for base in config_class.__mro__ for name in inspect.get_annotations(base) if name in known]
+    for name in dict.fromkeys(names):  # of the class itself, then those of its bases
+        hint = Annotated[hints[name], tyro.conf.arg(help=docs.get(name))]
+        copy = field(default=known[name].default, default_factory=known[name].default_factory)
+        members.setdefault(group_of.get(name), []).append((name, hint, copy))
     for group in Group:
         if group in members:
             part = make_dataclass(group.value, members.pop(group), kw_only=True)
