@@ -1,4 +1,4 @@
-"""How all pictures of runs/ look: a colour, marker and line for each form of attention, and what their axes share.
+"""How the pictures of runs/ look: a colour, marker and line for each form of attention, and axes and legends.
 
 Heads and layers have another palette, `trainkit_gka.plots.shades`.
 """
@@ -12,9 +12,8 @@ from typing import Any
 import numpy as np
 
 from gka.kinds import KINDS
-from trainkit_gka.plots import BLACK, BLUE, GREEN, GREY, ORANGE, PURPLE, SKY, VERMILION, subplots
+from trainkit_gka.plots import BLUE, ORANGE, PURPLE, SKY, subplots
 
-PALETTE = (BLUE, VERMILION, GREEN, PURPLE, ORANGE, SKY, GREY, BLACK)  # in the order in which other things take them
 WIDTH = 8.5  # inches: a page shows them at nearly their own size
 DPI = 120
 
@@ -33,40 +32,13 @@ class Look:
         return form | {"markersize": 5, "linewidth": 1.3} | changed
 
 
-OPEN = (0, (4, 2))  # dashes
 LOOKS = {
     **{kind.label: Look(kind.colour) for kind in KINDS.values()},
-    "softmax without VE": Look(BLACK, "v", OPEN),
-    "softmax + VE": Look(BLACK, "^", OPEN),
     "softmax + offsets": Look(SKY, "s"),
-    "softmax + offsets without VE": Look(SKY, "v", OPEN),
-    "softmax + offsets + VE": Look(SKY, "^", OPEN),
     "VLT + offsets": Look(PURPLE, "s"),
-    "GKA unrotated": Look(VERMILION, "v", OPEN),
     "GKA + offsets": Look(ORANGE, "s"),
-    "GKA + offsets rotated": Look(ORANGE, "v", OPEN),
-    "GKA + offsets + half VE": Look(GREEN, "D"),
-    "GKA + offsets + VE": Look(GREEN, "^", OPEN),
     "GGGA": Look(BLUE),
     "GGGA + offsets": Look(BLUE, "s"),
-    "GGGA + offsets without VE": Look(BLUE, "v", OPEN),
-    "GGGGGA": Look(BLUE, "^", OPEN),
-    "GGGGGA + offsets": Look(BLUE, "P", OPEN),
-    "GKA + offsets + half VE + channels": Look(GREEN, "P", OPEN),
-    "GKA + offsets + half VE + channels + gates": Look(GREEN, "*", OPEN),
-    "softmax + offsets + channels + gates": Look(SKY, "*", OPEN),
-    "GGGA + offsets + channels + gates": Look(BLUE, "*", OPEN),
-    "no attention": Look(GREY, "X", ":"),
-    "causal mean": Look(GREY, "v", ":"),
-    "previous token": Look(GREY, "<", ":"),
-    # Of images: offsets of the four neighbours, or of the patch itself and three neighbours.
-    "softmax + LRUB": Look(SKY, "s"),
-    "softmax + NLUD": Look(SKY, "D", OPEN),
-    "softmax, 6 epochs": Look(BLACK, "v", OPEN),
-    "GKA + LRUB": Look(ORANGE, "s"),
-    "GKA + NLUD": Look(ORANGE, "D", OPEN),
-    "GKA, norm without weight": Look(VERMILION, "v", OPEN),
-    "GKA, norm without weight, channel bandwidths": Look(VERMILION, "^", OPEN),
 }
 
 

@@ -15,9 +15,9 @@ import torch
 
 from gka import gaussian_attention, gaussian_weights
 from runs.frames import RESULTS
-from runs.looks import BLUE, GREY, VERMILION, legend, look, panels, save
+from runs.looks import legend, look, panels, save
 from trainkit_gka.cli import run
-from trainkit_gka.plots import Figure
+from trainkit_gka.plots import BLUE, GREY, VERMILION, Figure
 from trainkit_gka.progress import console
 
 TOKENS, SEED = 24, 2

@@ -30,7 +30,7 @@ from nanochat_gka.draw import TEXT
 from nanochat_gka.figures import families as language_families
 from nanochat_gka.figures.subjects import subjects_of as language_subjects
 from nanochat_gka.training.bits_per_byte import remark, remarks
-from runs.looks import GREY, LOOKS, Look
+from runs.looks import LOOKS, Look
 from runs.table import Row, Table, styled
 from runs.tables.paper import BUILDERS, Sources
 from trainkit_gka import cli
@@ -38,7 +38,7 @@ from trainkit_gka.cli import UserError
 from trainkit_gka.command import command_line
 from trainkit_gka.files import atomic, check_named
 from trainkit_gka.loop import finish_record
-from trainkit_gka.plots import Figure, shades, subplots
+from trainkit_gka.plots import GREY, Figure, shades, subplots
 from trainkit_gka.progress import LOG, console, read_events
 from trainkit_gka.results import git_commit, hardware_of, read_results
 
