@@ -189,11 +189,8 @@ def _field_docs(config_class: type) -> dict[str, str]:
     return docs
 
 
-def run(
-    main: Callable[[Any], None], config_class: type | Callable[[list[str]], type], argv: list[str] | None = None
-) -> None:
-    """Parse `argv` (default: the process's) into `config_class` and call `main` with it. A function gives the class of
-    the words in `argv`.
+def run(main: Callable[[Any], None], config_class: type, argv: list[str] | None = None) -> None:
+    """Parse `argv` (default: the process's) into `config_class` and call `main` with it.
 
     The docstring of `config_class` is the help text, the docstrings of its fields are the flags' help, and values out
     of the fields' Bounds are refused. Exit codes: 2 for `UserError` and files that cannot be used, 75 for
@@ -206,8 +203,6 @@ def run(
             stream.reconfigure(errors="replace")
     try:
         with signals.at_once():
-            if not isinstance(config_class, type):
-                config_class = config_class(sys.argv[1:] if argv is None else argv)
             config = parse(config_class, argv)
             check_bounds(config)
             main(config)

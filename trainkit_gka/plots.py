@@ -10,11 +10,6 @@ from typing import Any
 BLACK, GREY, SKY, BLUE = "#000000", "#8c8c8c", "#56b4e9", "#0072b2"
 GREEN, ORANGE, VERMILION, PURPLE = "#009e73", "#e69f00", "#d55e00", "#cc79a7"
 
-PAPER, LIGHT = "#14161a", "#e6e7ea"  # of a page in the dark: its own colour, and that of its words
-IN_THE_DARK = dict.fromkeys(("figure.facecolor", "axes.facecolor", "savefig.facecolor"), PAPER) | dict.fromkeys(
-    ("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color"), LIGHT
-)
-
 
 @dataclass(frozen=True)
 class Figure:
@@ -30,27 +25,6 @@ class Figure:
         """The text for readers who cannot see the picture: its title and the columns of its numbers, in one line."""
         columns = f"; a table gives {', '.join(self.rows[0])}" if self.rows else ""
         return f"{self.title}. {self.caption.split('. ')[0].rstrip('.')}{columns}."
-
-
-def in_the_dark():
-    """A context in which figures are drawn for a dark page."""
-    import matplotlib
-
-    return matplotlib.rc_context(IN_THE_DARK)
-
-
-def ink() -> str:
-    """The colour of words and lines on the page that is drawn for."""
-    from matplotlib import rcParams
-
-    return rcParams["text.color"]
-
-
-def paper() -> str:
-    """The colour of the page that is drawn for."""
-    from matplotlib import rcParams
-
-    return rcParams["figure.facecolor"]
 
 
 def subplots(

@@ -11,7 +11,6 @@ import time
 import psutil
 import pytest
 
-import tiny
 from gpt_runs import MODULE, final, flags, log_steps
 from processes import HANG_AFTER, environment
 
@@ -38,7 +37,8 @@ def train(folder, commands, meanwhile=lambda agents: None) -> tuple[list[int], s
     finally:
         for agent in agents:
             if agent.poll() is None:
-                tiny.kill_tree(agent)
+                for process in (*psutil.Process(agent.pid).children(recursive=True), agent):
+                    process.kill()
     return codes, "".join(out.read_text() for out in outputs)
 
 

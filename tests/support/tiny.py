@@ -6,7 +6,6 @@ import os
 import random
 import re
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
@@ -64,33 +63,14 @@ def write_corpus(folder: Path, files: int = 2, docs: int = 400, row_group: int =
     return folder
 
 
-def command(module: str, *flags, ranks: int = 1) -> list[str]:
-    start = [sys.executable, "-m"]
-    if ranks > 1:  # the dashes keep torchrun from taking our --run
-        start += ["trainkit_gka.torchrun", "--standalone", "--nproc-per-node", str(ranks), "-m", "--"]
-    return [*start, module, *map(str, flags)]
+def command(module: str, *flags) -> list[str]:
+    return [sys.executable, "-m", module, *map(str, flags)]
 
 
-def call(
-    module: str, *flags, ranks: int = 1, check: bool = True, real: bool = False, env: dict[str, str] | None = None
-):
-    """Run a command to its end, with the variables of `env`, forked from a process that has imported PyTorch.
-
-    real: started as a user's shell and torchrun start it.
-    """
-    if real:
-        done = subprocess.run(
-            command(module, *flags, ranks=ranks),
-            capture_output=True,
-            text=True,
-            env=env or environment(),
-            timeout=HANG_AFTER,
-        )
-    else:
-        with tempfile.TemporaryDirectory() as folder:
-            done = processes.call(module, *flags, ranks=ranks, check=False, folder=Path(folder), env=env)
-    assert not check or done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
-    return done
+def call(module: str, *flags, ranks: int = 1, check: bool = True, env: dict[str, str] | None = None):
+    """Run a command to its end, with the variables of `env`, forked from a process that has imported PyTorch."""
+    with tempfile.TemporaryDirectory() as folder:
+        return processes.call(module, *flags, ranks=ranks, check=check, folder=Path(folder), env=env)
 
 
 def exit_code(main, config, *flags) -> int:
@@ -102,28 +82,10 @@ def exit_code(main, config, *flags) -> int:
     return 0
 
 
-def start(module: str, *flags, ranks: int = 1) -> subprocess.Popen:
-    return subprocess.Popen(
-        command(module, *flags, ranks=ranks),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        env=environment(),
-    )
-
-
 def finish(process: subprocess.Popen) -> subprocess.CompletedProcess:
     """Wait for its end; what it printed since it was read last."""
     output, errors = process.communicate(timeout=HANG_AFTER)
     return subprocess.CompletedProcess(process.args, process.returncode, output, errors)
-
-
-def kill_tree(process: subprocess.Popen) -> None:
-    """kill -9 torchrun and its workers (which it puts in sessions of their own), as a machine that goes down would."""
-    workers = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-    for pid in (process.pid, *map(int, workers)):
-        os.kill(pid, signal.SIGKILL)
-    process.communicate()
 
 
 NOT_OF_THIS_RUN = """\
