@@ -16,15 +16,17 @@
 namespace gka {
 
 constexpr int64_t UNIT = 16;
-constexpr int64_t PANEL = 48;                // queries that a tile reads side by side
-constexpr int64_t WHOLE = 240, BLOCK = 192;  // up to WHOLE tokens K is one block, which the L2 cache holds
-constexpr float PAD = 1e37f;                 // half the squared norm of padding, in scaled panels: K is 0 there
+constexpr int64_t PANEL = 48;   // queries that a tile reads side by side
+constexpr int64_t WHOLE = 240;  // up to so many tokens K is one block
+constexpr float PAD = 1e37f;    // half the squared norm of padding, in scaled panels: K is 0 there
 
 GKA_INLINE int64_t round_up(int64_t n, int64_t unit) { return (n + unit - 1) / unit * unit; }
 GKA_INLINE int64_t unit_of(int64_t n) { return n & -UNIT; }  // rounds down, negative numbers too
 
 // Channels that products add up one after another: rounding grows with them.
-GKA_INLINE int64_t channels_at_once(int64_t head_dim) { return std::clamp<int64_t>(head_dim / 4, 8, 16); }
+GKA_INLINE int64_t channels_at_once(int64_t head_dim) {
+  return std::clamp<int64_t>(head_dim / CHANNEL_CHUNKS, 8, LARGEST_CHUNK);
+}
 
 struct Range {
   int64_t begin, end;
@@ -128,20 +130,25 @@ struct Tokens {
 
   // Fill the panels, and half their squared norms in the order in which a tile multiplies: K_ii is then exactly 1.
   void fill_panels(int64_t head_dim, float factor) const {
-    for (int64_t i = 0; i < padded; i += 4)
-      for (int64_t d = 0; d < channels; d += 4)
-        transpose4(row(i) + d, channels, factor, panel(i) + d * PANEL, PANEL);
+    for (int64_t i = 0; i < padded; i += 8)
+      for (int64_t d = 0; d < channels; d += 8)
+        transpose8(row(i) + d, channels, factor, panel(i) + d * PANEL, PANEL);
     if (!half_norm) return;
-    const int64_t at_once = channels_at_once(head_dim);
-    for (int64_t i = 0; i < padded; i += Vector::LANES) {
-      Vector sum = Vector::all(0.0f), some = sum;
+    constexpr int64_t L = Vector::LANES, VECTORS = PANEL / L;
+    const int64_t chunk = channels_at_once(head_dim);
+    for (int64_t i = 0; i < padded; i += PANEL) {
+      Vector sum[VECTORS], some[VECTORS];
+      GKA_UNROLL for (int64_t v = 0; v < VECTORS; v++) sum[v] = some[v] = Vector::all(0.0f);
       for (int64_t d = 0; d < head_dim; d++) {
-        Vector x = Vector::load(panel(i) + d * PANEL);
-        some = fma(x, x, some);
-        if ((d + 1) % at_once && d + 1 < head_dim) continue;
-        sum = sum + some, some = Vector::all(0.0f);
+        const bool ends = (d + 1) % chunk == 0 || d + 1 == head_dim;
+        GKA_UNROLL for (int64_t v = 0; v < VECTORS; v++) {
+          const Vector x = Vector::load(panel(i) + d * PANEL + v * L);
+          some[v] = fma(x, x, some[v]);
+          if (ends) sum[v] = sum[v] + some[v], some[v] = Vector::all(0.0f);
+        }
       }
-      (sum * Vector::all(0.5f)).store(half_norm + i);
+      for (int64_t v = 0; v < VECTORS && i + v * L < padded; v++)
+        (sum[v] * Vector::all(0.5f)).store(half_norm + i + v * L);
     }
     std::fill(half_norm + count, half_norm + padded, PAD);
   }

@@ -17,37 +17,38 @@ struct Block {
 // Rows must not lie in one set of the L1 cache.
 inline int64_t block_stride(const Plan& plan) { return plan.block + (plan.block % 64 ? 0 : 16); }
 
-// acc[r][v] += sum_d a[d][r] b[d][c] over some channels of two panels.
-template <int V>
-GKA_INLINE void multiply_some(const float* a, const float* b, int64_t channels, Vector (&acc)[TILE_ROWS][V]) {
-  for (int64_t d = 0; d < channels; d++, a += PANEL, b += PANEL) {
-    Vector column[V];
-    GKA_UNROLL for (int v = 0; v < V; v++) column[v] = Vector::load(b + v * Vector::LANES);
-    GKA_UNROLL for (int r = 0; r < TILE_ROWS; r++) {
-      Vector row = Vector::all(a[r]);
-      GKA_UNROLL for (int v = 0; v < V; v++) acc[r][v] = fma(row, column[v], acc[r][v]);
-    }
-  }
-}
-
 template <int ROWS, int V>
 GKA_INLINE void clear(Vector (&acc)[ROWS][V]) {
   GKA_UNROLL for (int r = 0; r < ROWS; r++)
     GKA_UNROLL for (int v = 0; v < V; v++) acc[r][v] = Vector::all(0.0f);
 }
 
+// acc[r][v] += sum_d a[d][r] b[d][c] over a chunk of the channels of two panels, added up apart if it is not the first.
+// A function of its own: inlined beside earlier sums, gcc runs out of registers and reads the columns for every row.
+template <int V, bool FIRST>
+GKA_NOINLINE void multiply_chunk(const float* a, const float* b, int64_t channels, Vector (&acc)[TILE_ROWS][V]) {
+  Vector sum[TILE_ROWS][V];
+  GKA_UNROLL for (int r = 0; r < TILE_ROWS; r++)
+    GKA_UNROLL for (int v = 0; v < V; v++) sum[r][v] = FIRST ? acc[r][v] : Vector::all(0.0f);
+  for (int64_t d = 0; d < channels; d++, a += PANEL, b += PANEL) {
+    Vector column[V];
+    GKA_UNROLL for (int v = 0; v < V; v++) column[v] = Vector::load(b + v * Vector::LANES);
+    GKA_UNROLL for (int r = 0; r < TILE_ROWS; r++) {
+      Vector row = Vector::all(a[r]);
+      GKA_UNROLL for (int v = 0; v < V; v++) sum[r][v] = fma(row, column[v], sum[r][v]);
+    }
+  }
+  GKA_UNROLL for (int r = 0; r < TILE_ROWS; r++)
+    GKA_UNROLL for (int v = 0; v < V; v++) acc[r][v] = FIRST ? sum[r][v] : acc[r][v] + sum[r][v];
+}
+
 // The same over all channels, as half norms are added up: K_ii is then exactly 1.
 template <int V>
 GKA_INLINE void multiply(const float* a, const float* b, int64_t head_dim, Vector (&acc)[TILE_ROWS][V]) {
-  const int64_t at_once = channels_at_once(head_dim);
-  multiply_some(a, b, std::min(head_dim, at_once), acc);
-  for (int64_t d = at_once; d < head_dim; d += at_once) {
-    Vector some[TILE_ROWS][V];
-    clear(some);
-    multiply_some(a + d * PANEL, b + d * PANEL, std::min(head_dim - d, at_once), some);
-    GKA_UNROLL for (int r = 0; r < TILE_ROWS; r++)
-      GKA_UNROLL for (int v = 0; v < V; v++) acc[r][v] = acc[r][v] + some[r][v];
-  }
+  const int64_t chunk = channels_at_once(head_dim);
+  multiply_chunk<V, true>(a, b, std::min(head_dim, chunk), acc);
+  for (int64_t d = chunk; d < head_dim; d += chunk)
+    multiply_chunk<V, false>(a + d * PANEL, b + d * PANEL, std::min(head_dim - d, chunk), acc);
 }
 
 // log2 K from x.k, |k|^2/2 and |x|^2/2, all scaled. Equal tokens give exactly 0, and rounding gives nothing above it.

@@ -6,6 +6,7 @@
 #include <cstdint>
 
 #define GKA_INLINE inline __attribute__((always_inline))
+#define GKA_NOINLINE __attribute__((noinline)) static
 #define GKA_UNROLL _Pragma("GCC unroll 8")
 
 namespace gka {
@@ -86,6 +87,10 @@ GKA_INLINE Vector sums(const Vector* of) {
 
 constexpr int TILE_ROWS = 8, TILE_VECTORS = 3;  // of K: 24 accumulators of 32 registers
 constexpr int MIX_VECTORS = 4;                  // of channels, times up to 6 tokens
+constexpr int64_t BLOCK = 192;                  // tokens along a side of a block of K: the L2 cache has 1 MB or more
+
+// Products add up a quarter of the channels at once, 16 at most.
+constexpr int64_t CHANNEL_CHUNKS = 4, LARGEST_CHUNK = 16;
 
 #else
 
@@ -171,6 +176,11 @@ GKA_INLINE Vector sums(const Vector* of) {
 
 constexpr int TILE_ROWS = 4, TILE_VECTORS = 3;  // of K: 12 accumulators of 16 registers
 constexpr int MIX_VECTORS = 2;                  // of channels, times up to 6 tokens
+constexpr int64_t BLOCK = 144;                  // K, M and the tokens of 128 channels fit an L2 cache of 512 KB
+
+// Products add up half of the channels at once, 64 at most: between two chunks all sums go to memory and back, which
+// costs as much as two channels.
+constexpr int64_t CHANNEL_CHUNKS = 2, LARGEST_CHUNK = 64;
 
 #endif
 
@@ -204,15 +214,26 @@ GKA_INLINE void store_channels(Vector a, float* token, int64_t d, int64_t head_d
   else if (d < head_dim) a.store_first(token + d, head_dim - d);
 }
 
-// The 4 x 4 numbers at `from`, transposed and multiplied.
-GKA_INLINE void transpose4(const float* from, int64_t from_stride, float factor, float* to, int64_t to_stride) {
-  const __m128 f = _mm_set1_ps(factor);
-  __m128 a = _mm_mul_ps(f, _mm_loadu_ps(from)), b = _mm_mul_ps(f, _mm_loadu_ps(from + from_stride));
-  __m128 c = _mm_mul_ps(f, _mm_loadu_ps(from + 2 * from_stride));
-  __m128 d = _mm_mul_ps(f, _mm_loadu_ps(from + 3 * from_stride));
-  _MM_TRANSPOSE4_PS(a, b, c, d);
-  _mm_storeu_ps(to, a), _mm_storeu_ps(to + to_stride, b);
-  _mm_storeu_ps(to + 2 * to_stride, c), _mm_storeu_ps(to + 3 * to_stride, d);
+// The 8 x 8 numbers at `from`, transposed and multiplied.
+GKA_INLINE void transpose8(const float* from, int64_t from_stride, float factor, float* to, int64_t to_stride) {
+  const __m256 f = _mm256_set1_ps(factor);
+  __m256 row[8];
+  GKA_UNROLL for (int i = 0; i < 8; i++) row[i] = _mm256_mul_ps(f, _mm256_loadu_ps(from + i * from_stride));
+  __m256 pair[8];
+  GKA_UNROLL for (int i = 0; i < 8; i += 2) {
+    pair[i] = _mm256_unpacklo_ps(row[i], row[i + 1]);
+    pair[i + 1] = _mm256_unpackhi_ps(row[i], row[i + 1]);
+  }
+  __m256 four[8];  // columns 0 to 3 of rows 0 to 3, then of rows 4 to 7; the high halves have columns 4 to 7
+  GKA_UNROLL for (int i = 0; i < 8; i += 4)
+    GKA_UNROLL for (int j = 0; j < 2; j++) {
+      four[i + 2 * j] = _mm256_shuffle_ps(pair[i + j], pair[i + j + 2], 0x44);
+      four[i + 2 * j + 1] = _mm256_shuffle_ps(pair[i + j], pair[i + j + 2], 0xee);
+    }
+  GKA_UNROLL for (int j = 0; j < 4; j++) {
+    _mm256_storeu_ps(to + j * to_stride, _mm256_permute2f128_ps(four[j], four[j + 4], 0x20));
+    _mm256_storeu_ps(to + (j + 4) * to_stride, _mm256_permute2f128_ps(four[j], four[j + 4], 0x31));
+  }
 }
 
 // Denormal numbers, which are slow, count as 0 while this lives on a thread.
