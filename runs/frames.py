@@ -68,12 +68,12 @@ def frame(path: Path, *columns: str, kind: str = "") -> pd.DataFrame:
     return found
 
 
-def bench(name: str, results: Path | None = None) -> pd.DataFrame:
+def bench(name: str, results: Path | None = None, quick: bool = False) -> pd.DataFrame:
     """The newest comparison of every case and phase of a benchmark, on every machine with every number of threads.
 
-    A comparison is what was timed in turns in one process: ratios are taken inside one alone. machine: the hardware
-    without its threads. eager: whether others of the comparison are compiled and this is not. flops: of a token's
-    training or an image's forward pass.
+    A comparison is what was timed in turns in one process: ratios are taken inside one alone. quick: whether those of
+    --quick runs count too. Columns: machine, the hardware without its threads; eager, whether other candidates of the
+    comparison are compiled and this one is not; flops, of a token's training or an image's forward pass.
     """
     columns = ("case", "phase", "role", "group", "family", "kernel", "computed_in", "compiled", "status", "quick")
     parts = []
@@ -81,7 +81,9 @@ def bench(name: str, results: Path | None = None) -> pd.DataFrame:
         lines = frame(path, *columns, kind=f"bench_{name}")
         if lines.empty:
             continue
-        lines = lines[~lines.quick]
+        lines = lines if quick else lines[~lines.quick]
+        if lines.empty:
+            continue
         comparison = lines.groupby(["case", "phase"], sort=False)
         newest = lines[lines.group == comparison.group.transform("last")].assign(file=path.name)
         parts.append(newest.assign(place=comparison.ngroup()).sort_values("place", kind="stable"))

@@ -68,7 +68,7 @@ COMMANDS = {
         "{launch} deit_gka.evaluate --run {vision_run} --data {DATA} --results {BASE}/results.jsonl {ARGS}",
     ],
     "bench": [f"{{py}} runs.bench.{name} {{ARGS}}" for name in ("attention", "deit", "gpt", "report")],
-    "tables": ["{py} runs.tables.paper --base {BASE} {ARGS}"],
+    "tables": ["{py} runs.tables --base {BASE} {ARGS}"],
     "claims": ["cat docs/claims.md"],
     "report": ["{py} runs.report --base {BASE} --run {RUN} {shown} {ARGS}"],
     "study": ["{py} runs.study.train --data {packed} --runs {BASE}/study {ARGS}"],

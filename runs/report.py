@@ -32,7 +32,7 @@ from nanochat_gka.figures.subjects import subjects_of as language_subjects
 from nanochat_gka.training.bits_per_byte import remark, remarks
 from runs.looks import LOOKS, Look
 from runs.table import Row, Table, styled
-from runs.tables.paper import BUILDERS, Sources
+from runs.tables import BUILDERS, Sources
 from trainkit_gka import cli
 from trainkit_gka.cli import UserError
 from trainkit_gka.command import command_line

@@ -19,12 +19,9 @@ from functools import partial
 import torch
 
 from nanochat_gka.model.config import GPTConfig
-from runs.bench.config import ComparisonConfig, with_dtype
-from runs.bench.device import buffers_for, release_memory
-from runs.bench.measurement import Measurement, Plan
 from runs.bench.operators import FORWARD, FULL, Case, Operator, gate, inputs, normalise, operators
-from runs.bench.results import Recorder
-from runs.bench.timing import interleave
+from runs.bench.program import ComparisonConfig, Recorder, with_dtype
+from runs.bench.timing import Measurement, Plan, buffers_for, interleave, release_memory
 from trainkit_gka.cli import UserError, run
 from trainkit_gka.distributed import setup
 from trainkit_gka.progress import progress_bar
@@ -57,7 +54,6 @@ class AttentionConfig(ComparisonConfig):
     """Leave out candidates with one of these in their name, such as flex or eager."""
 
     def check(self) -> None:
-        super().check()
         try:
             self.parsed = [Case.parse(shape) for shape in self.shapes]
         except ValueError as error:
@@ -65,7 +61,7 @@ class AttentionConfig(ComparisonConfig):
 
 
 def standard_cases(device_type: str, quick: bool) -> list[Case]:
-    """The cases of the targets, in sizes that the device can do; `quick` keeps one of each kind."""
+    """The cases, in sizes that the device can do; `quick` keeps one of each kind."""
     cuda = device_type == "cuda"
     cases = [Case(name, 256 if cuda else 8, 197, heads, 64) for name, heads in VIT_HEADS.items()]
     for name, batch, tokens, heads, head_dim in CAUSAL[device_type]:
@@ -145,7 +141,7 @@ def main(config: AttentionConfig) -> None:
             if name == case.name or config.parsed or not case.name.startswith(ONE_DTYPE):
                 cases[name] = case, dtype
     chosen = config.select(list(cases))
-    plan = PLANS[device.type].adjust(config)
+    plan = config.adjust(PLANS[device.type])
     all_threads = [torch.get_num_threads()]
     with progress_bar() as bar:
         for threads in config.with_threads(sorted({1, *all_threads}) if device.type == "cpu" else all_threads):

@@ -16,23 +16,30 @@ to compile). The faster counts, and in bfloat16 that of softmax attention in eit
 `python -m runs.bench.report` prints the tables.
 """
 
+import copy
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Literal
 
+import timm
 import torch
+from timm.loss import SoftTargetCrossEntropy
+from torch import nn
 
 from deit_gka.model.accounting import cost_of
+from deit_gka.model.attention import GKA
+from deit_gka.model.registry import model_name  # importing it registers the models
+from deit_gka.recipe import Recipe
+from deit_gka.training.engine import autocast
+from deit_gka.training.optim import make_optimizer
 from gka import GaussianKernelAttention
+from gka.testing import plain_attention
 from runs.bench import models
-from runs.bench.config import ComparisonConfig, Counts, with_dtype
-from runs.bench.deit_models import INFERENCE, SOFTMAX_UNFUSED, TRAINING, UNFUSED, Candidate, Subject, create
-from runs.bench.device import release_memory
-from runs.bench.measurement import Measurement, Plan
-from runs.bench.models import Key
-from runs.bench.results import Recorder
-from runs.bench.timing import interleave
+from runs.bench.models import CandidateKey
+from runs.bench.program import ComparisonConfig, Counts, Recorder
+from runs.bench.timing import Measurement, Plan, interleave, release_memory
 from runs.paper.deit import SIZE_NAMES
 from trainkit_gka import compiling
 from trainkit_gka.cli import UserError, run
@@ -40,6 +47,12 @@ from trainkit_gka.distributed import setup
 from trainkit_gka.progress import progress_bar
 
 BENCHMARK = "deit"
+CLASSES, PIXELS = 1000, 224
+SEED = 0
+RECIPE = Recipe(lr=0.0)  # the optimiser at work, on weights that stay what they are
+INFERENCE, TRAINING = "inference", "training"
+UNFUSED = "gka-unfused"
+SOFTMAX_UNFUSED = "softmax-unfused"  # timm's attention as products, which its set_fused_attn(False) leads to
 ROLES = models.ROLES | {UNFUSED: "unfused", SOFTMAX_UNFUSED: "baseline"}
 UNFUSED_ON_CPU = ("ti", 8)
 PLANS = {"cuda": Plan(rounds=100, graph=True), "cpu": Plan(rounds=40, warmup=1, seconds=12)}
@@ -70,7 +83,6 @@ class DeitConfig(ComparisonConfig):
     the whole step becomes one CUDA graph in every mode."""
 
     def check(self) -> None:
-        super().check()
         try:
             GaussianKernelAttention(64, 1, impl=self.impl or "auto")
         except ValueError as error:
@@ -93,6 +105,128 @@ class DeitConfig(ComparisonConfig):
         )
 
 
+class UnfusedGKA(GKA):
+    """GKA as one writes it in PyTorch from the paper (section 4.3: N x N intermediates), in autocast's dtypes."""
+
+    def mix(self, x, heads, attn_mask, is_causal):
+        if self.impl == "reference" or attn_mask is not None:
+            return super().mix(x, heads, attn_mask, is_causal)
+        return plain_attention(heads, self._log_sigma())
+
+
+class VisionWeights:
+    """The weights, the batch and the optimiser that the candidates of one kind share."""
+
+    def __init__(self, kind: str, size: str, phase: str, batch: int, impl: str, device: torch.device):
+        self.kind, self.phase, self.device = kind, phase, device
+        torch.manual_seed(SEED)
+        self.model = create(kind, size, impl).to(device).train(phase == TRAINING)
+        generator = torch.Generator(device).manual_seed(SEED)
+        self.images = torch.randn(batch, 3, PIXELS, PIXELS, generator=generator, device=device)
+        self.targets = torch.rand(batch, CLASSES, generator=generator, device=device).softmax(-1)
+        self.optimizer = make_optimizer(self.model, RECIPE) if phase == TRAINING else None
+        if self.optimizer and device.type == "cuda":
+            for group in self.optimizer.param_groups:
+                group["capturable"] = True
+        self.judged = slice(0, min(2, batch))
+        # The other images have targets of zero, so the gradient is the mean over the batch of these alone.
+        self.few_targets = torch.zeros_like(self.targets)
+        self.few_targets[self.judged] = self.targets[self.judged]
+
+    @functools.cached_property
+    def exact(self) -> torch.Tensor:
+        """Logits of the judged images, or the gradient of their loss, in float64 and for GKA by the equations."""
+        model = by_the_equations(copy.deepcopy(self.model)).double()
+        images, targets = self.images[self.judged].double(), self.targets[self.judged].double()
+        return self.answer(model, model, "float32", images, targets)
+
+    def answer(self, network, model: nn.Module, dtype: str, images, targets) -> torch.Tensor:
+        """What is judged of a network with the parameters of `model`."""
+        if self.phase == INFERENCE:
+            with torch.inference_mode(), autocast(self.device, dtype):
+                return network(images)[self.judged].double()
+        mean = len(images) / len(self.targets)  # of the judged images alone to that of the batch
+        return mean * models.gradient(model, lambda: loss(network, images, targets, self.device, dtype))
+
+
+class VisionCandidate:
+    """The shared model in one dtype, compiled or not. `step(n)` does the work once."""
+
+    def __init__(self, shared: VisionWeights, dtype: str, compile_mode: str):
+        self.shared, self.dtype, self.compile_mode = shared, dtype, compile_mode
+        self.network = compiled(shared, compile_mode)
+        self.step: Callable[[int], None] = self.train if shared.phase == TRAINING else self.infer
+
+    def infer(self, n: int) -> None:
+        with torch.inference_mode(), autocast(self.shared.device, self.dtype):
+            self.network(self.shared.images)
+
+    def train(self, n: int) -> None:
+        shared = self.shared
+        loss(self.network, shared.images, shared.targets, shared.device, self.dtype).backward()
+        shared.optimizer.step()
+        shared.optimizer.zero_grad(set_to_none=True)
+
+    def gate(self) -> str | None:
+        """Why the model is wrong, or None.
+
+        Its first two images are compared with the same weights in float64, for GKA by the literal equations.
+        """
+        shared = self.shared
+        literal = copy.deepcopy(shared.model)
+        if shared.kind != UNFUSED:  # whose own arithmetic is plain PyTorch's
+            by_the_equations(literal)
+        few_images, few_targets = shared.images[shared.judged], shared.targets[shared.judged]
+        got = shared.answer(self.network, shared.model, self.dtype, shared.images, shared.few_targets)
+        plain = shared.answer(literal, literal, self.dtype, few_images, few_targets)
+        name = "logits" if shared.phase == INFERENCE else "gradient"
+        return models.model_gate(name, got, shared.exact, plain, half=self.dtype == "bfloat16")
+
+    def held_mib(self) -> float:
+        """What the model holds between steps: weights, optimiser state and the batch."""
+        model, optimizer = self.shared.model, self.shared.optimizer
+        state = [value for values in optimizer.state.values() for value in values.values()] if optimizer else []
+        return models.tensors_mib([*model.parameters(), *model.buffers(), *state, self.shared.images])
+
+
+def compiled(shared: VisionWeights, mode: str):
+    """The shared model under torch.compile. On a CPU block by block: one program serves all blocks."""
+    if mode == "off" or shared.device.type == "cuda":
+        return models.compiled(shared.model, shared.kind, mode)
+    torch._dynamo.config.recompile_limit = 64  # kinds and dtypes share a block's code
+    twin = models.twin(shared.model)
+    for block in twin.blocks:
+        block.compile(mode=mode, dynamic=False)
+    return twin
+
+
+def create(kind: str, size: str, impl: str) -> nn.Module:
+    """The paper's model of this kind; softmax is timm's own."""
+    name = model_name(SIZE_NAMES[size], "softmax" if kind.startswith("softmax") else "gka" if kind == UNFUSED else kind)
+    if kind == SOFTMAX_UNFUSED:
+        model = timm.create_model(name)
+        for block in model.blocks:
+            block.attn.fused_attn = False
+        return model
+    if kind == UNFUSED:
+        return timm.create_model(model_name(SIZE_NAMES[size], "softmax"), attn_layer=UnfusedGKA)
+    return timm.create_model(name, **({"impl": impl} if kind == "gka" and impl else {}))
+
+
+def by_the_equations(model: nn.Module) -> nn.Module:
+    """The model with the reference in its GKA layers; softmax models stay as they are."""
+    for block in model.blocks:
+        if isinstance(block.attn, GKA):
+            block.attn.impl = "reference"
+    return model
+
+
+def loss(network, images, targets, device: torch.device, dtype: str):
+    """As the trainer: the model under autocast, then cross entropy with soft targets."""
+    with autocast(device, dtype):
+        return SoftTargetCrossEntropy()(network(images), targets)
+
+
 def takes_part(kind: str, size: str, batch: int, device: torch.device) -> bool:
     """Whether a kind is timed at a size and batch: the unfused one shows on a CPU in one place what fusion is worth."""
     return kind != UNFUSED or device.type == "cuda" or (size, batch) == UNFUSED_ON_CPU
@@ -100,24 +234,24 @@ def takes_part(kind: str, size: str, batch: int, device: torch.device) -> bool:
 
 def measure(
     size: str, phase: str, batch: int, config: DeitConfig, plan: Plan, device: torch.device
-) -> dict[Key, Measurement]:
+) -> dict[CandidateKey, Measurement]:
     """One comparison of the kinds, in all dtypes."""
     torch._dynamo.reset()  # programs of other batch sizes hold memory
-    candidates: dict[Key, Candidate] = {}
-    measured: dict[Key, Measurement] = {}
+    candidates: dict[CandidateKey, VisionCandidate] = {}
+    measured: dict[CandidateKey, Measurement] = {}
     for kind in config.kinds:
         if not takes_part(kind, size, batch, device):
             continue
         keys = {
-            Key(kind, dtype, mode): compile_mode
+            CandidateKey(kind, dtype, mode): compile_mode
             for dtype in config.dtypes
             for mode, compile_mode in models.modes(config.compile_mode, device).items()
             if kind != UNFUSED or (dtype == config.dtypes[0] and mode != models.EAGER)
         }
         measured |= {key: Measurement() for key in keys}
         try:
-            subject = Subject(kind, size, phase, batch, config.impl, device)
-            candidates |= {key: Candidate(subject, key.dtype, compile_mode) for key, compile_mode in keys.items()}
+            shared = VisionWeights(kind, size, phase, batch, config.impl, device)
+            candidates |= {key: VisionCandidate(shared, key.dtype, compile_mode) for key, compile_mode in keys.items()}
         except (ValueError, torch.OutOfMemoryError) as error:
             for key in keys:
                 measured[key].fail(error)
@@ -128,7 +262,7 @@ def measure(
 
 
 def cases_of(config: DeitConfig) -> list[tuple[str, str, str, int]]:
-    """(name, size, phase, batch) of every comparison that is asked for."""
+    """(name, size, phase, batch) of every requested comparison."""
     batches = {INFERENCE: config.batch_sizes, TRAINING: config.train_batch_sizes}
     cases = [
         (f"deit-{size}-b{batch}", size, phase, batch)
@@ -143,10 +277,10 @@ def cases_of(config: DeitConfig) -> list[tuple[str, str, str, int]]:
 def main(config: DeitConfig) -> None:
     config.check()
     runtime = setup(config.device_type)
-    device, asked = runtime.device, config.compile_mode
+    device, requested = runtime.device, config.compile_mode
     config = config.fill(device.type)
-    config = replace(config, compile_mode=compiling.mode("--compile-mode", asked, config.compile_mode, runtime))
-    cases, plan = cases_of(config), PLANS[device.type].adjust(config)
+    config = replace(config, compile_mode=compiling.mode("--compile-mode", requested, config.compile_mode, runtime))
+    cases, plan = cases_of(config), config.adjust(PLANS[device.type])
     with progress_bar() as bar:
         for threads in config.with_threads():
             recorder = Recorder(config, BENCHMARK, device)
@@ -155,21 +289,17 @@ def main(config: DeitConfig) -> None:
                 bar.update(task, status=f"{name} {phase}")
                 measured = measure(size, phase, batch, config, plan, device)
                 for dtype in config.dtypes:
-                    named = models.comparison(measured, dtype, ROLES)
-                    lines = {label: measured[key] for label, key in named.items()}
-                    roles = {label: ROLES[key.kind] for label, key in named.items()}
                     settings = {"size": size, "batch": batch, "impl": config.impl, "dtype": dtype}
                     settings["compile_mode"] = config.compile_mode
-                    extra = partial(rates, {label: key.kind for label, key in named.items()}, size, batch)
-                    recorder.record(with_dtype(name, dtype, device.type), phase, lines, roles, settings, extra)
+                    models.record(recorder, name, phase, measured, ROLES, settings, partial(rates, size, batch))
                 release_memory()
                 bar.advance(task)
 
 
-def rates(kinds: dict[str, str], size: str, batch: int, name: str, measurement: Measurement) -> dict:
+def rates(size: str, batch: int, key: CandidateKey, measurement: Measurement) -> dict[str, float | None]:
     """Images per second, and what the cost model counts for one image's forward pass."""
     speed = batch / measurement.median_ms * 1e3 if measurement.median_ms else None
-    return {"items_per_second": speed, "flops_per_image": flops_per_image(kinds[name], size)}
+    return {"items_per_second": speed, "flops_per_image": flops_per_image(key.kind, size)}
 
 
 @functools.cache

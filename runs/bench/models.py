@@ -10,7 +10,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from gka.kinds import KINDS
 from gka.testing import disagreement
-from runs.bench.measurement import Measurement
+from runs.bench.program import Recorder, with_dtype
+from runs.bench.timing import Measurement
 
 # Logits and gradients pass many layers: in float32 another order of additions may differ by more than twice plain
 # PyTorch's error.
@@ -24,7 +25,7 @@ ROLES = dict.fromkeys(KINDS, "other") | {"softmax": "baseline", HELD: "baseline"
 EAGER = "eager"
 
 
-class Key(NamedTuple):
+class CandidateKey(NamedTuple):
     """A candidate of a comparison that has every dtype at once."""
 
     kind: str
@@ -37,15 +38,37 @@ class Key(NamedTuple):
         return kind if self.dtype == dtype else f"{kind}, {self.dtype}"
 
 
-def comparison(measured: Mapping[Key, Any], dtype: str, roles: Mapping[str, str] = ROLES) -> dict[str, Key]:
+def comparison(measured: Iterable[CandidateKey], dtype: str) -> dict[str, CandidateKey]:
     """Name -> candidate of the comparison in one dtype: all that have it, and softmax attention in float32 too.
 
     On CPUs torch's attention can be slower in bfloat16 than in float32, and the faster counts.
     """
-    takes_part = {
-        key for key in measured if key.dtype == dtype or (key.dtype == "float32" and roles[key.kind] == "baseline")
+    return {
+        key.name(dtype): key
+        for key in measured
+        if key.dtype == dtype or (key.dtype == "float32" and key.kind.startswith("softmax"))
     }
-    return {key.name(dtype): key for key in measured if key in takes_part}
+
+
+def record(
+    recorder: Recorder,
+    case: str,
+    phase: str,
+    measured: Mapping[CandidateKey, Measurement],
+    roles: Mapping[str, str],
+    settings: dict[str, Any],
+    extra: Callable[[CandidateKey, Measurement], dict[str, Any]],
+) -> None:
+    """Write the comparison of the dtype in `settings`. roles: by kind. extra: further metrics of a candidate."""
+    keys = comparison(measured, settings["dtype"])
+    recorder.record(
+        with_dtype(case, settings["dtype"], recorder.device.type),
+        phase,
+        {name: measured[key] for name, key in keys.items()},
+        {name: roles[key.kind] for name, key in keys.items()},
+        settings,
+        lambda name, measurement: extra(keys[name], measurement),
+    )
 
 
 def default_kinds(cuda: bool) -> list[str]:

@@ -8,7 +8,7 @@ import functools
 import math
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 
 import torch
@@ -69,18 +69,9 @@ class Case:
 
     def settings(self) -> dict:
         """What the result file says about the shape."""
-        return {
-            "batch": self.batch,
-            "tokens": self.tokens,
-            "heads": self.heads,
-            "head_dim": self.head_dim,
-            "causal": self.causal,
-            "window": self.window,
-            "constant_norm": self.constant_norm,
-            "queries": self.queries or self.tokens,
-            "derived": self.derived,
-            "shortest": self.shortest,
-        }
+        shape = asdict(self)
+        del shape["name"]
+        return shape | {"queries": self.queries or self.tokens}
 
     @classmethod
     def parse(cls, text: str) -> "Case":
@@ -106,7 +97,7 @@ class Case:
 class Operator:
     """A candidate. gka operators take (x, log_sigma) or, decoding, (x, log_sigma, cache); softmax ones (q, k, v)."""
 
-    role: str  # see runs/bench/results.py
+    role: str  # see runs/bench/program.py
     family: str  # gka or softmax
     function: Callable[..., torch.Tensor]
     dtype: torch.dtype
@@ -279,14 +270,14 @@ def _wrong(
     tensors = inputs(case, operator.family, device, dtype, seed=1)
     few = tuple(t[judged, :length] if t.dim() == 4 else t for t in tensors)
     grad_y = inputs(case, "gka", device, dtype, seed=2)[0][judged, :length] if phase == FULL else None
-    whole = normalise(case, tensors) if operator.family == "gka" else tensors
+    tensors_of_all = normalise(case, tensors) if operator.family == "gka" else tensors
 
     def put(t: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
         return t.index_copy(0, judged, torch.cat([part, t[judged, part.shape[1] :]], 1)) if t.dim() == 4 else part
 
     def function(*parts: torch.Tensor) -> torch.Tensor:
         """The operator on the whole batch, into which the judged sequences are put."""
-        return operator.function(*map(put, whole, parts))[judged, :length]
+        return operator.function(*map(put, tensors_of_all, parts))[judged, :length]
 
     if operator.family == "softmax":
         return _softmax_disagreement(function, few, grad_y, case.mask)

@@ -1,206 +1,494 @@
-"""The benchmarks' tables and pictures, from their result files.
+"""The benchmarks' tables: the fastest softmax attention beside GKA, from the result files.
 
-    python -m runs.bench.report                              of this machine's hardware, every number of threads
-    python -m runs.bench.report --hardware "NVIDIA H200"     of another's
+    python -m runs.bench.report                            prints this machine's, of every number of threads
+    python -m runs.bench.report --hardware "NVIDIA H200"   prints another machine's
+    python -m runs.bench.report --write                    writes the tables of the pages, and their picture
+    python -m runs.bench.report --check                    exits with 1 if a page does not say what the result files say
 
-Prints a line for every comparison and why candidates were not timed. Writes a page with
-every candidate (OUT/bench_<hardware>.md) and, where there is something to draw, pictures beside it. Runs made with
---quick count only with --quick.
+Printing also writes a page with every candidate (OUT/bench_<machine>.md) and, where sizes were swept, a picture beside
+it. Runs made with --quick count only with --quick. A row of a table has the numbers of threads side by side; each ratio
+is of one comparison, whose candidates were timed in turns.
 """
 
+import itertools
 import re
-from collections.abc import Iterable
+import textwrap
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import pandas as pd
+
 from gka.kinds import KINDS
-from runs.bench import plots
-from runs.bench.config import BenchConfig
-from runs.bench.results import Comparison, load, slug
-from runs.table import Row, Table
+from runs import frames, pages
+from runs.bench.program import BenchConfig, slug
+from runs.looks import legend, look, panels, save, variants
+from runs.table import Row, Table, measured
 from trainkit_gka.cli import UserError, run
 from trainkit_gka.distributed import setup
 from trainkit_gka.progress import console
-from trainkit_gka.results import describe_hardware, is_processor
+from trainkit_gka.results import describe_hardware
 
-TITLES = {
-    "attention": "The operator",
-    "deit": "Vision transformers",
-    "gpt": "Language models",
-}
-UNITS = {"attention": "", "deit": "images/s", "gpt": "tokens/s"}
-WHOLE_MODELS = ("deit", "gpt")
 SOFTMAX, GKA = KINDS["softmax"].label, KINDS["gka"].label
+FULL, STEP = "forward+backward", "training"
+SIZES = {"ti": "Ti", "s": "S", "b": "B"}
+PHASES = {FULL: "forward + backward"}
+HEADINGS = ["", "phase", "dtype", "threads", f"{SOFTMAX}, ms", f"{GKA}, ms", "speed-up"]
+WITH_OFFSETS = "the same with head offsets (not the paper's)"
+PRESET = "the same, the preset beside softmax with the preset's additions"
 QUIET_CORES = 0.1  # this much work of other processes disturbs nothing
 
 
 @dataclass
-class ReportConfig(BenchConfig):
-    """Print the benchmarks' tables, and draw them, from the files of one hardware."""
+class BenchReportConfig(BenchConfig):
+    """Print the benchmarks' tables of one machine, or write those of the pages."""
 
     hardware: str = ""
-    """Hardware to report: its name, or the end of its files' names; empty = this machine's device, a CPU with every
-    number of threads that was timed."""
+    """Machine to report: its name, or the end of its files' names; empty = this one."""
     out: Path = Path("out/bench")
-    """Folder for the page and the pictures."""
+    """Folder for the page of every candidate and the picture of sweeps."""
+    write: bool = False
+    """Write the tables of the pages, and their picture, and print none."""
+    check: bool = False
+    """Exit with 1 if a table of the pages is out of date, and print none."""
 
 
-def over(top: float | None, bottom: float | None) -> float | None:
-    """top / bottom; None if either was not measured."""
-    return top / bottom if top is not None and bottom else None
+# Tables
 
 
-def flops_ratio(comparison: Comparison | None) -> float | None:
-    """FLOPs of the softmax model over GKA's, for a token's training or an image's forward pass."""
-    lines = comparison.lines if comparison else []
-    counts = ("flops_per_token", "flops_per_image")
-    flops = {
-        line["config"]["role"]: next((line["metrics"][name] for name in counts if line["metrics"].get(name)), None)
-        for line in lines
-    }
-    return over(flops.get("baseline"), flops.get("ours"))
+def operator(lines: pd.DataFrame | None = None) -> list[Table]:
+    """The bare operator, a table for each machine; sweeps over sizes are left to the files."""
+    tables, lines = [], frames.bench("attention") if lines is None else lines
+    for _, of_machine in by(lines, "machine"):
+        rows = []
+        for _, timed in by(of_machine[~of_machine.case.str.startswith("sweep")], "case", "phase"):
+            rows += row(label(timed.iloc[0]), timed)
+            ours, softmax = timed.family == "gka", timed.family == "softmax"
+            dense, single = timed.kernel == "dense mask", timed.kernel == "one by one"
+            plain = timed.kernel.str.endswith(" without lengths")
+            if dense.any():
+                rows += row("the same against a dense mask", timed[dense | ours])
+            if single.any():
+                one_by_one = timed[single | ours].replace({"role": {"other": "baseline"}})
+                rows += row("the same against one sequence at a time", one_by_one)
+            if plain.any():
+                rows += row("the same without lengths", as_ours(timed[plain | softmax]))
+        tables += table(HEADINGS, rows, of_machine)
+    return tables
 
 
-def number(value: float | None, form: str = "{:.4g}") -> str:
-    return "" if value is None else form.format(value)
+def models(lines: pd.DataFrame | None = None) -> list[Table]:
+    """Whole models, a training step or a forward pass, a table for each machine; decoding has a table of its own."""
+    lines = pd.concat([by_size(frames.bench("deit")), frames.bench("gpt")]) if lines is None else lines
+    tables, headings = [], [*HEADINGS, "both compiled", "FLOPs ratio"]
+    for _, of_machine in by(lines, "machine"):
+        rows = []
+        for _, timed in by(of_machine[~of_machine.phase.str.startswith("decode")], "case", "phase"):
+            flops = flops_ratio(timed)
+            rows += row(label(timed.iloc[0]), timed, both_compiled(timed), flops)
+            rows += row(WITH_OFFSETS, with_offsets(timed), "", flops)
+            rows += row(PRESET, with_additions(timed), "", flops_ratio(with_additions(timed)))
+        tables += table(headings, rows, of_machine)
+    return tables
 
 
-def times(value: float | None) -> str:
-    return number(value, "{:.2f}x")
+WAYS = ["float32", "float32, compiled", "bfloat16", "bfloat16, compiled"]
+FORMS = {
+    "softmax": SOFTMAX,
+    "softmax-preset": f"{SOFTMAX}, the preset's additions",
+    "gka": GKA,
+    "gka-offsets": f"{GKA}, head offsets (not the paper's)",
+    "gka-preset": f"{GKA}, the preset (not the paper's)",
+}
 
 
-def summary_table(name: str, comparisons: Iterable[Comparison], notes: Row, source: str) -> Table:
-    """A row for every comparison; in brackets which softmax kernel, and which of our implementations."""
-    unit = UNITS[name]
-    measures = ("ms", unit) if unit else ("ms",)
-    headings = ["", *(f"{side} {measure}" for side in (SOFTMAX, GKA) for measure in measures), "speed-up", "memory"]
-    headings += {"attention": ["over eager"], "deit": ["over unfused"]}.get(name, [])
-    headings += ["FLOPs ratio"] if name in WHOLE_MODELS else []
-    rows = []
-    for comparison in comparisons:
-        row = [f"{comparison.case} {comparison.phase}"]
-        for role in ("baseline", "ours"):
-            line = comparison.fastest(role)
-            row.append(number(line["metrics"]["median_ms"]) + in_brackets(line) if line else "none")
-            row += [number(line["metrics"]["items_per_second"] if line else None, "{:,.0f}")] if unit else []
-        row += [times(comparison.ratio()), times(over(1.0, comparison.ratio(metric="peak_mib")))]
-        last = {"attention": comparison.ratio("eager"), "deit": comparison.ratio("unfused")}
-        row += [times(last[name])] if name in last else []
-        row += [times(flops_ratio(comparison))] if name in WHOLE_MODELS else []
-        rows.append(row)
-    filled = [place for place in range(len(headings)) if any(row[place] for row in rows)]  # a CPU has no memory column
-    chosen = [[row[place] for place in filled] for row in rows]
-    return Table.of([headings[place] for place in filled], chosen, title=TITLES[name], notes=notes, sources=[source])
+def training(lines: pd.DataFrame | None = None) -> list[Table]:
+    """Tokens per second of GPT training on CPUs, by dtype, eager and compiled, and what the fastest way gains."""
+    tables, lines = [], frames.bench("gpt") if lines is None else lines
+    lines = lines[(lines.phase == STEP) & lines.threads.notna() & (lines.computed_in == lines["dtype"])]
+    ways = lines["dtype"] + lines.compiled.map({True: ", compiled", False: ""})
+    forms = lines.family + lines.form.map(lambda form: f"-{form}" if form else "")
+    lines = lines.assign(model=lines.case.str.removesuffix("-bf16"), way=ways, kind=forms)
+    for _, of_machine in by(lines.sort_values("model", kind="stable"), "machine"):
+        rows = []
+        for (_, threads), timed in by(of_machine, "model", "threads"):
+            for kind, name in FORMS.items():
+                speeds = timed[timed.kind == kind].set_index("way").items_per_second.reindex(WAYS)
+                if speeds.notna().any():
+                    cells = ["" if pd.isna(speed) else f"{speed:,.0f}" for speed in speeds]
+                    gain = f"{speeds.max() / speeds.iloc[0]:.2f}x" if cells[0] else ""
+                    rows.append([f"{label(timed.iloc[0])}, {name}", f"{threads:.0f}", *cells, gain])
+        tables += table(["", "threads", *WAYS, "gain"], rows, of_machine, words=1)
+    return tables
 
 
-def in_brackets(line: dict) -> str:
-    """The candidate's kernel or implementation, without its kind."""
-    name = line["config"]["candidate"].removeprefix("softmax").removeprefix("gka").strip(" ,-")
-    return f" ({name})" if name else ""
+DECODERS = {
+    "softmax": SOFTMAX,
+    "gka": GKA,
+    "gka-normalised": f"{GKA}, values normalised (not the paper's)",
+    "gka-keys": "the same, keys kept",
+}
 
 
-def reasons(comparisons: Iterable[Comparison]) -> list[str]:
-    """Why lines have no time or were timed unlike the others, each reason once with where it was met."""
-    places: dict[str, list[str]] = {}
-    for comparison in comparisons:
-        where = f"{comparison.case} {comparison.phase}"
-        for line in comparison.lines:
-            if line["metrics"]["status"] != "ok":
-                reason = f"{line['config']['candidate']} {line['metrics']['status']}: {line['metrics']['reason']}"
-                places.setdefault(reason, []).append(where)
-        if unlike := comparison.unlike():
-            places.setdefault(f"timed {unlike}", []).append(where)
-    more = {reason: f" and {len(where) - 1} more" if len(where) > 1 else "" for reason, where in places.items()}
-    return [f"{reason} ({where[0]}{more[reason]})" for reason, where in places.items()]
+def decode(lines: pd.DataFrame | None = None) -> list[Table]:
+    """Tokens per second of whole models while they generate, and what their caches hold, for each hardware."""
+    tables, lines = [], frames.bench("gpt") if lines is None else lines
+    headings = ["", "cache, 8 rows", "tokens/s, 1 row", "tokens/s, 8 rows"]
+    for _, of_hardware in by(lines[lines.phase.str.startswith("decode")], "hardware"):
+        rows = []
+        for case, timed in of_hardware.groupby("case"):
+            speeds = timed.pivot(index="candidate", columns="phase", values="items_per_second")
+            if not DECODERS.keys() <= set(speeds.index) or not {"decode-1", "decode-8"} <= set(speeds.columns):
+                continue
+            caches = timed[timed.phase == "decode-8"].set_index("candidate").cache_mib
+            for kind, name in DECODERS.items():
+                rates = [f"{speeds[phase][kind]:,.0f}" for phase in ("decode-1", "decode-8")]
+                rows.append([f"{case}, {name}", f"{caches[kind]:.1f} MiB", *rates])
+        if rows:
+            source = measured(list(of_hardware.record), of_hardware.file.iloc[0])
+            tables.append(Table.of(headings, rows, sources=[source]))
+    return tables
 
 
-def disturbance(comparisons: Iterable[Comparison]) -> list[str]:
-    """A warning if other processes worked while a CPU was timed."""
-    used = [max((line["metrics"].get("elsewhere") or 0.0 for line in c.lines), default=0.0) for c in comparisons]
-    disturbed = sum(cores > QUIET_CORES for cores in used)
-    if not disturbed:
+# Of attention, decoding and whole models, the hard cases among them.
+CASES_OF_ONE_MACHINE = [
+    ("vit-s", FULL),
+    ("lm-full", "forward"),
+    ("lm-full", FULL),
+    ("decode-b1-1024", "forward"),
+    ("decode-derived-b1-1024", "forward"),
+    ("deit-ti-b8", "inference"),
+    ("deit-ti-b8", STEP),
+    ("d6", STEP),
+]
+
+
+def one_machine() -> list[Table]:
+    """Some cases on the CPU with the most measurements: float32, the speed-up in bfloat16, and the FLOPs ratio."""
+    lines = pd.concat([frames.bench("attention"), by_size(frames.bench("deit")), frames.bench("gpt")])
+    lines = lines[lines.threads.notna()]
+    if lines.empty:
         return []
-    others = f"other processes used up to {max(used):.1f} cores while {disturbed} of these {len(used)} were timed"
-    return [f"{others}: measure again on a quiet machine"]
-
-
-def provenance(comparisons: Iterable[Comparison]) -> str:
-    """Where a table's numbers come from."""
-    lines = [line for comparison in comparisons for line in comparison.lines]
-    facts = {key: ", ".join(sorted({line[key] for line in lines})) for key in ("hardware", "commit", "torch")}
-    dates = sorted(line["date"][:10] for line in lines)
-    when = dates[0] if dates[0] == dates[-1] else f"{dates[0]} to {dates[-1]}"
-    return f"Measured {when} at commit {facts['commit']} on {facts['hardware']}, torch {facts['torch']}."
-
-
-def candidate_table(comparisons: Iterable[Comparison]) -> Table:
-    """Every candidate of every comparison, failed ones too."""
-    headings = ["case", "phase", "candidate", "role", "median ms", "20 % to 80 %", "samples", "first call s"]
-    headings += ["peak MiB", "remark"]
+    lines = lines[lines.machine == lines.machine.value_counts().idxmax()]
+    cases = zip(lines.case.str.removesuffix("-bf16"), lines.phase)
+    lines = lines[[case in CASES_OF_ONE_MACHINE for case in cases]]
     rows = []
-    for comparison in comparisons:
-        for line in comparison.lines:
-            config, metrics = line["config"], line["metrics"]
-            row = [comparison.case, comparison.phase, config["candidate"], config["role"], number(metrics["median_ms"])]
-            timed = metrics["median_ms"] is not None
-            row.append(f"{number(metrics['low_ms'])} to {number(metrics['high_ms'])}" if timed else "")
-            first_ms = metrics["first_ms"]
-            row += [str(metrics["samples"]), number(None if first_ms is None else first_ms / 1e3, "{:.2f}")]
-            remark = metrics["note"] if metrics["status"] == "ok" else f"{metrics['status']}: {metrics['reason']}"
-            rows.append([*row, number(metrics["peak_mib"], "{:,.1f}"), remark])
-    return Table.of(headings, rows, title="Every candidate:", words=4)
+    for (name, _), timed in by(lines.assign(label=lines.apply(label, axis=1)), "label", "phase"):
+        rows += both_dtypes(name, timed, flops_ratio(timed))
+        rows += both_dtypes(WITH_OFFSETS, with_offsets(timed), flops_ratio(timed))
+    headings = ["", "phase", "threads", f"{SOFTMAX}, ms", f"{GKA}, ms", "speed-up", "in bfloat16", "FLOPs ratio"]
+    return table(headings, rows, lines, words=3)
 
 
-def benchmark_page(name: str, comparisons: list[Comparison]) -> list[str]:
-    """Print a benchmark's table; returns its part of the page."""
-    remarks = [f"- {remark}" for remark in reasons(comparisons) + disturbance(comparisons)]
-    table = summary_table(name, comparisons, remarks, provenance(comparisons))
-    table.show()
-    table.title = f"## {table.title}"
-    return [table.markdown(), candidate_table(comparisons).markdown()]
+def both_dtypes(name: str, timed: pd.DataFrame, flops: str) -> list[Row]:
+    """The row of a case and phase, in a list; none where float32 was not measured on both sides."""
+    single, half = (row(name, timed[timed["dtype"] == dtype]) for dtype in ("float32", "bfloat16"))
+    return [[*cells[:2], *cells[3:], half[0][-1] if half else "", flops] for cells in single]
 
 
-def same_machine(results: Path, hardware: str) -> list[str]:
-    """`hardware`, and if it is a processor, the slugs of its files with other numbers of threads, fewer first."""
-    if not is_processor(hardware):
-        return [hardware]
-    processor = re.sub(r"-\d+-threads?$", "", slug(hardware))
-    files = [
-        path.stem.split("_", 2)[2] for name in TITLES for path in results.glob(f"bench_{name}_{processor}-*.jsonl")
-    ]
-    counts = {int(found[1]): each for each in files if (found := re.fullmatch(rf"{processor}-(\d+)-threads?", each))}
-    own = int(re.search(r"(\d+) threads?$", hardware)[1])
-    counts[own] = hardware
-    return [counts[threads] for threads in sorted(counts)]
+def gpus() -> list[Table]:
+    """The operator on each GPU: the fastest attention of torch, its default, and ours, all in bfloat16."""
+    tables, lines = [], frames.bench("attention")
+    headings = ["", "phase", f"fastest {SOFTMAX}, ms", f"{GKA}, ms", "speed-up", "beside torch's default"]
+    for _, of_machine in by(lines[lines.threads.isna()], "machine"):
+        rows = []
+        for (_, phase), timed in by(of_machine, "case", "phase"):
+            right = timed[timed.status == "ok"]
+            if not {"ours", "baseline"} <= set(right.role):
+                continue
+            ours = right[right.role == "ours"].median_ms.iloc[0]
+            baseline = right.loc[right[right.role == "baseline"].median_ms.idxmin()]
+            default = right[right.kernel == "flash"].median_ms
+            beside = [f"{default.iloc[0] / ours:.2f}x" if len(default) else ""]
+            times = [f"{baseline.median_ms:.3g} ({baseline.kernel})", f"{ours:.3g}"]
+            name, speedup = label(timed.iloc[0]), f"{baseline.median_ms / ours:.2f}x"
+            rows.append([name, PHASES.get(phase, phase), *times, speedup, *beside])
+        tables += table(headings, rows, of_machine)
+    return tables
 
 
-def main(config: ReportConfig) -> None:
-    own = config.hardware or describe_hardware(setup(config.device_type).device)
-    places = [own] if config.hardware else same_machine(config.results, own)
-    loaded = {
-        hardware: {name: load(config.results, name, hardware, config.quick) for name in TITLES} for hardware in places
-    }
-    if not any(any(results.values()) for results in loaded.values()):
+TABLES = {
+    "speed": one_machine,
+    "gpus": gpus,
+    "operator": operator,
+    "models": models,
+    "training": training,
+    "decode": decode,
+}
+PAGES = ("runs/README.md", "gka/impl/triton/README.md", "runs/results/TABLES.md")
+
+
+# Rows and their cells
+
+
+def by(lines: pd.DataFrame, *columns: str) -> Iterator[tuple]:
+    """The groups of lines, in order of their first line."""
+    return iter(lines.groupby(list(columns) if len(columns) > 1 else columns[0], sort=False))
+
+
+def as_ours(timed: pd.DataFrame) -> pd.DataFrame:
+    return timed.replace({"role": {"variant": "ours"}})
+
+
+def with_offsets(timed: pd.DataFrame) -> pd.DataFrame:
+    """The lines of a case with GKA with head offsets as ours."""
+    plain = (timed.family == "softmax") & (timed.role == "baseline")
+    return as_ours(timed[plain | (timed.form == "offsets")])
+
+
+def with_additions(timed: pd.DataFrame) -> pd.DataFrame:
+    """The lines of a case of the preset as ours, and of softmax with the preset's additions as the baseline."""
+    return as_ours(timed[timed.form == "preset"]).replace({"role": {"other": "baseline"}})
+
+
+def row(name: str, timed: pd.DataFrame, *more: str) -> list[Row]:
+    """The row of one case and phase, in a list; no row if a side was never right."""
+    if timed.empty or (ratios := frames.ratios(timed)).empty:
+        return []
+    sides = frames.sides(timed).loc[ratios.index]
+    times = []
+    for role in ("baseline", "ours"):
+        side = sides.xs(role, axis=1, level="role")
+        times.append(in_words([*map(milliseconds, side.median_ms)], [which(line) for _, line in side.iterrows()]))
+    gains = " / ".join(f"{ratio:.2f}x" for ratio in ratios)
+    threads = " / ".join(f"{count:.0f}" for count in sides.index if count)
+    first = timed.iloc[0]
+    return [[name, PHASES.get(first.phase, first.phase), first["dtype"], threads, *times, gains, *more]]
+
+
+def table(headings: Row, rows: list[Row], lines: pd.DataFrame, words: int = 4) -> list[Table]:
+    """A table of one machine, with a source for each date, commit and kind of file; none without rows."""
+    if not rows:
+        return []
+    sources = []
+    for _, comparison in by(lines, "case", "phase"):
+        for _, timed in comparison.groupby("threads", dropna=False):
+            record = timed.record.iloc[0] | {"hardware": timed.machine.iloc[0]}
+            sources.append(measured(record, f"{record['kind']}_*.jsonl"))
+    title = f"{lines.machine.iloc[0]}:"
+    return [Table.of(headings, rows, title=title, sources=list(dict.fromkeys(sources)), words=words)]
+
+
+def both_compiled(timed: pd.DataFrame) -> str:
+    """The ratios of compiled models alone, where eager ones were timed too."""
+    gains = []
+    for _, lines in timed.fillna({"threads": 0}).groupby("threads"):
+        if not lines.compiled.all():
+            gains += [f"{ratio:.2f}x" for ratio in frames.ratios(lines[lines.compiled])]
+    return " / ".join(gains)
+
+
+def flops_ratio(timed: pd.DataFrame) -> str:
+    """FLOPs of the softmax model over GKA's, for a token's training or an image's forward pass; empty if unknown."""
+    flops = timed.groupby("role").flops.last().dropna()
+    return f"{flops.baseline / flops.ours:.2f}x" if {"baseline", "ours"} <= set(flops.index) else ""
+
+
+def milliseconds(time: float) -> str:
+    return f"{time:.3g}" if time < 1000 else f"{time:,.0f}"
+
+
+def in_words(times: Row, kinds: Row) -> str:
+    """Times with what they are of, once if all are of one."""
+    if len(set(kinds)) == 1:
+        return " / ".join(times) + (f" ({kinds[0]})" if kinds[0] else "")
+    return " / ".join(f"{time} ({kind})" if kind else time for time, kind in zip(times, kinds, strict=True))
+
+
+def which(line: pd.Series) -> str:
+    """What tells a line, named by its threads, from the others of its side; the kernel of ours is one on a CPU."""
+    words = ["eager"] if line.eager else []
+    if line.family == "softmax":
+        words = ([line.kernel] if line.kernel not in ("", "sdpa") else []) + words
+        words += [line.computed_in] if line["dtype"] == "bfloat16" and line.name else []
+    return ", ".join(words)
+
+
+def by_size(deit: pd.DataFrame) -> pd.DataFrame:
+    """Small models come first, inference before training."""
+    if deit.empty:
+        return deit
+    order = deit.assign(size=deit["size"].map(list(SIZES).index), phase=deit.phase == STEP)
+    return deit.loc[order.sort_values(["size", "phase", "batch"], kind="stable").index]
+
+
+def label(line: pd.Series) -> str:
+    """A case of the operator or of a model in words."""
+    if pd.isna(line.get("head_dim")):
+        return model_label(line)
+    shape = " × ".join(f"{line[key]:.0f}" for key in ("batch", "tokens", "heads", "head_dim"))
+    if line.queries < line.tokens:
+        return f"decoding, cache {shape}" + (", keys derived from it" if line.get("derived") is True else "")
+    if line.causal:
+        return f"causal, {shape}" + (f", window {line.window:.0f}" if pd.notna(line.window) else "")
+    if pd.notna(line.get("shortest")):
+        start = f"{line.shortest:.0f} to" if line.shortest < line.tokens else "all"
+        return f"padded, {shape}, lengths {start} {line.tokens:.0f}"
+    size = SIZES.get(line.case.split("-")[1]) if line.case.startswith("vit-") else None
+    return (f"ViT-{size}, " if size else "") + shape
+
+
+def model_label(line: pd.Series) -> str:
+    if isinstance(line.get("size"), str):
+        return f"DeiT-{SIZES[line['size']]}, {line.batch:.0f} {'image' if line.batch == 1 else 'images'}"
+    windows = line.get("window_pattern", "L")
+    windows = f", windows {windows}" if isinstance(windows, str) and windows != "L" else ""
+    return f"GPT of depth {line.depth:.0f}, {line.batch:.0f} × {line.sequence_len:.0f} tokens{windows}"
+
+
+# The picture of speed-ups
+
+PICTURE = frames.RESULTS / "pictures" / "speed.png"
+TITLE = "How many times as fast GKA is as softmax attention on CPUs, in float32"
+# The operator alone and then whole models, all float32; the tables have the other cases.
+DRAWN = {
+    "attention": [*((case, FULL) for case in ("vit-ti", "vit-b", "lm-full", "lm-short-window")),
+                  ("decode-b8-1024", "forward")],
+    "deit": [(case, phase) for case in ("deit-ti-b8", "deit-b-b8") for phase in ("inference", STEP)],
+    "gpt": [("d4", STEP), ("d8", STEP)],
+}  # fmt: skip
+MARKERS = "osD^vP"
+
+
+def speedups(results: Path | None = None) -> pd.DataFrame:
+    """A row for every case of DRAWN that was timed on a CPU: case, machine, threads, and the ratio of the times of
+    softmax's fastest and ours.
+    """
+    rows, phases = [], PHASES | {STEP: "training step"}
+    for benchmark, cases in DRAWN.items():
+        lines = frames.bench(benchmark, results)
+        lines = lines[lines.threads.notna()]
+        for case, phase in cases:
+            for machine, timed in by(lines[(lines.case == case) & (lines.phase == phase)], "machine"):
+                name = f"{label(timed.iloc[0])}, {phases.get(phase, phase)}"
+                ratios = frames.ratios(timed).items()
+                rows += [[name, benchmark, machine, int(threads), ratio] for threads, ratio in ratios]
+    return pd.DataFrame(rows, columns=["case", "benchmark", "machine", "threads", "ratio"])
+
+
+def draw_speedups(frame: pd.DataFrame, path: Path) -> Path:
+    """The picture of `speedups`: a line for every case, a marker for every machine, open with one thread."""
+    cases = list(dict.fromkeys(frame.case))
+    texts = [textwrap.fill(case, 44) for case in cases]
+    figure, [axis] = panels(1, 1, 1.6 + sum(0.2 + 0.16 * (1 + text.count("\n")) for text in texts))
+    colour, markers = look(GKA).colour, dict(zip(dict.fromkeys(frame.machine), MARKERS))
+    most = frame.groupby("machine").threads.max()
+    for (machine, threads), timed in frame.groupby(["machine", "threads"], sort=False):
+        name = machine.replace("(R)", "") if threads == most[machine] else "_"  # one entry of the legend a machine
+        heights = [cases.index(case) + (0.14 if threads == 1 else -0.14) for case in timed.case]
+        face = "none" if threads == 1 else colour
+        style = dict(linestyle="none", color=colour, markerfacecolor=face, markersize=6.5)
+        axis.plot(timed.ratio, heights, markers[machine], label=name, **style)
+    axis.axvline(1, color="#8c8c8c", linewidth=1, linestyle="--")
+    axis.set_yticks(range(len(cases)), texts)
+    axis.set(ylim=(len(cases) - 0.5, -0.5))
+    axis.set_xlabel(f"time of {SOFTMAX} / time of {GKA}\n(open: one thread, filled: two)")
+    axis.set_xlim(min(0.9, axis.get_xlim()[0]), None)
+    axis.xaxis.set_major_formatter("{x:g}×")
+    legend(figure, [axis], 2)
+    return save(figure, TITLE, path)
+
+
+# One machine in the terminal
+
+
+def remarks(lines: pd.DataFrame) -> list[str]:
+    """Why candidates have no time, what was timed unlike the others, and whether other processes worked meanwhile."""
+    places: dict[str, list[str]] = {}
+    for _, line in lines[lines.status != "ok"].iterrows():
+        reason = f"{line.candidate} {line.status}: {line.reason}"
+        places.setdefault(reason, []).append(f"{line.case} {line.phase}")
+    right = lines[(lines.status == "ok") & lines.role.isin(("ours", "baseline"))]
+    for (case, phase, _), timed in by(right, "case", "phase", "group"):
+        if timed.graphed.any() and not timed.graphed.all():
+            without = f"timed without a CUDA graph: {', '.join(timed.candidate[~timed.graphed.astype(bool)])}"
+            places.setdefault(without, []).append(f"{case} {phase}")
+    more = {reason: f" and {len(where) - 1} more" if len(where) > 1 else "" for reason, where in places.items()}
+    texts = [f"{reason} ({where[0]}{more[reason]})" for reason, where in places.items()]
+    used = lines.elsewhere.fillna(0).groupby(lines.group).max()
+    if disturbed := int((used > QUIET_CORES).sum()):
+        texts.append(
+            f"other processes used up to {used.max():.1f} cores while {disturbed} of these {len(used)} comparisons "
+            "were timed: measure again on a quiet machine"
+        )
+    return texts
+
+
+def candidates(lines: pd.DataFrame) -> Table:
+    """Every candidate of every comparison, failed ones too, with the names that rows have for what was measured."""
+    words = ["case", "phase", "threads", "candidate", "role"]
+    numbers = ["median_ms", "low_ms", "high_ms", "samples", "first_ms", "peak_mib"]
+    cells = lines[words + numbers].map(
+        lambda value: "" if pd.isna(value) else value if isinstance(value, str) else f"{value:.4g}"
+    )
+    remarks = lines.note.where(lines.status == "ok", lines.status + ": " + lines.reason)
+    return Table(cells.assign(remark=remarks), title="Every candidate:", words=len(words))
+
+
+def draw_sweep(lines: pd.DataFrame, machine: str, path: Path) -> Path:
+    """Tokens per second, and memory where it was measured, against N; a column for each phase."""
+    lines = lines[lines.median_ms.notna()].sort_values(["candidate", "tokens"])
+    lines = lines.assign(speed=lines.batch * lines.tokens / lines.median_ms * 1e3)
+    quantities = {"speed": "tokens per second", "peak_mib": "memory of one call, MiB"}
+    quantities = {name: text for name, text in quantities.items() if lines[name].notna().any()}
+    phases = list(lines.phase.unique())
+    figure, axes = panels(len(quantities), len(phases), 1 + 3.6 * len(quantities))
+    looks = {}
+    for family, timed in lines.groupby("family"):
+        looks |= variants(KINDS[family].label, timed.candidate.unique())
+    for axis, (quantity, phase) in zip(axes, itertools.product(quantities, phases)):
+        for name, line in lines[lines.phase == phase].groupby("candidate"):
+            axis.plot(line.tokens, line[quantity], **looks[name](name))
+        axis.set(yscale="log", xlabel="N, tokens in a sequence", ylabel=quantities[quantity])
+        axis.set_title(phase, fontsize=10)
+        axis.set_xscale("log", base=2)
+    legend(figure, axes, 3)
+    return save(figure, f"Equal tokens in all, {machine}", path)
+
+
+def show(hardware: str, config: BenchReportConfig) -> None:
+    """Print and write everything of one machine, given by its name or its slug. Raises UserError if it has nothing."""
+    wanted, loaded = slug(hardware), {}
+    for name in ("attention", "deit", "gpt"):
+        lines = frames.bench(name, config.results, config.quick)
+        lines = lines[(lines.machine.map(slug) == wanted) | (lines.hardware.map(slug) == wanted)]
+        if len(lines):
+            loaded[name] = by_size(lines) if name == "deit" else lines
+    if not loaded:
         quick = "" if config.quick else " (runs made with --quick count only with --quick)"
-        raise UserError(f"{config.results} has no benchmark of {own}{quick}; make bench makes one")
-    for hardware, results in loaded.items():
-        if any(results.values()):
-            show_hardware(hardware, results, config)
-
-
-def show_hardware(hardware: str, results: dict[str, dict[tuple[str, str], Comparison]], config: ReportConfig) -> None:
-    """Print and write everything of one hardware, its name or its slug."""
-    page = [f"# Benchmarks on {hardware}"]
-    for name, comparisons in results.items():
-        if comparisons:
-            page += benchmark_page(name, list(comparisons.values()))
-    pictures = plots.draw(results["attention"], hardware, config.out)
+        raise UserError(f"{config.results} has no benchmark of {hardware}{quick}; runs.bench.attention makes one")
+    machine = next(iter(loaded.values())).machine.iloc[0]
+    page = [f"# Benchmarks on {machine}"]
     config.out.mkdir(parents=True, exist_ok=True)
-    path = config.out / f"bench_{slug(hardware)}.md"
+    for name, lines in loaded.items():
+        builders = {"attention": [operator], "deit": [models], "gpt": [models, training, decode]}[name]
+        tables = [each for builder in builders for each in builder(lines)]
+        texts = remarks(lines)
+        for each in tables:
+            each.show()
+        for text in texts:
+            console.print(f"- {text}", highlight=False, markup=False)
+        page += [f"## {name}", *(each.markdown() for each in tables), *(f"- {text}" for text in texts)]
+        page.append(candidates(lines).markdown())
+    path = config.out / f"bench_{slug(machine)}.md"
     path.write_text("\n\n".join(page) + "\n")
-    drawn = ", ".join(map(str, pictures)) or "none"
-    console.print(f"Every candidate: {path}. Pictures: {drawn}.", highlight=False, markup=False)
+    console.print(f"Every candidate: {path}", highlight=False, markup=False)
+    swept = loaded.get("attention")
+    swept = None if swept is None else swept[swept.case.str.startswith("sweep-")]
+    if swept is not None and len(swept):
+        drawn = draw_sweep(swept, machine, config.out / f"sweep_{slug(machine)}.png")
+        console.print(f"Sweep over sizes: {drawn}", highlight=False, markup=False)
+
+
+def main(config: BenchReportConfig) -> None:
+    if config.write or config.check:
+        pages.write(TABLES, PAGES, "python -m runs.bench.report --write", config.check)
+        if not config.check:
+            draw_speedups(speedups(), PICTURE)
+        return
+    here = re.sub(r", \d+ threads?$", "", describe_hardware(setup(config.device_type).device))
+    show(config.hardware or here, config)
 
 
 if __name__ == "__main__":
-    run(main, ReportConfig)
+    run(main, BenchReportConfig)

@@ -1,26 +1,64 @@
 """Fair timing: candidates take turns in one process, after the same warm-up, and only what is correct is timed.
 
 Their random inputs rotate through more memory than the cache holds, and CUDA graphs are for all of them or none. A
-candidate that is wrong, or fails, is a line with its reason.
+candidate that is wrong, or fails, is a row with its reason. Times are in milliseconds, memory in MiB.
 """
 
+import contextlib
+import gc
 import itertools
 import math
+import os
+import re
 import time
 from collections.abc import Callable
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 import numpy as np
+import psutil
 import torch
 
-from runs.bench.device import elapsed_ms, own_stream, peak_mib
-from runs.bench.load import LoadWatch
-from runs.bench.measurement import MIN_ROUNDS, Measurement, Plan, failing, one_line
-
+MIN_ROUNDS = 3
 LOW, HIGH = 0.2, 0.8  # the quantiles that stand for the spread
 MAX_REPEATS = 1000
+REASON_LENGTH = 240
+SHORTEST_WATCH = 0.3  # seconds: the kernel counts in hundredths of a second
 Gate = Callable[[], str | None]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A sample is `buffers` consecutive calls (call n works on buffer n), repeated until it lasts `sample_ms`."""
+
+    rounds: int = 50
+    warmup: int = 3  # calls of each candidate, then untimed rounds
+    seconds: float = math.inf  # of timed rounds
+    buffers: int = 1
+    sample_ms: float = 0.0
+    graph: bool = False  # CUDA graphs, where there is CUDA
+
+
+@dataclass
+class Measurement:
+    """What one candidate gave, as the metrics of its row. Times are of one call; None is what was not measured."""
+
+    status: Literal["ok", "wrong", "failed"] = "ok"
+    reason: str = ""
+    note: str = ""
+    first_ms: float | None = None  # with compilation and autotuning, unless a cache on disk had them
+    median_ms: float | None = None
+    low_ms: float | None = None
+    high_ms: float | None = None
+    samples: int = 0
+    graphed: bool = False
+    peak_mib: float | None = None  # what one call allocates beyond what was allocated before; None on a CPU
+    elsewhere: float | None = None  # cores that other processes used meanwhile; if above 0, times are too long
+
+    def fail(self, error: BaseException) -> None:
+        """Take the error, such as out of memory or unsupported, as the row's reason, and give the memory back."""
+        self.status, self.reason = "failed", one_line(error)
+        release_memory()
 
 
 def interleave(
@@ -37,17 +75,17 @@ def interleave(
     """
     plan, gates = plan or Plan(), gates or {}
     measured = {name: Measurement() for name in candidates}
-    samplers: dict[str, Sampler] = {}
+    timers: dict[str, Timer] = {}
     taken: dict[str, list[float]] = {}
-    with own_stream(device):
+    with side_stream(device):
         for name, call in candidates.items():
             with failing(measured[name]):
                 first_call(call, device, measured[name], gates.get(name))
                 if measured[name].status == "ok":
-                    samplers[name] = Sampler(call, device, plan, measured[name])
+                    timers[name] = Timer(call, device, plan, measured[name])
         deadline, load = math.inf, LoadWatch()
         for turn in itertools.count(-plan.warmup):
-            names = [name for name in samplers if measured[name].status == "ok"]
+            names = [name for name in timers if measured[name].status == "ok"]
             done = turn >= plan.rounds or (turn >= MIN_ROUNDS and time.perf_counter() > deadline)
             if done or not names:
                 break
@@ -56,7 +94,7 @@ def interleave(
             first = turn % len(names)
             for name in names[first:] + names[:first]:
                 with failing(measured[name]):
-                    milliseconds = samplers[name].sample()
+                    milliseconds = timers[name].sample()
                     if turn >= 0:
                         taken.setdefault(name, []).append(milliseconds)
     elsewhere = load.elsewhere() if device.type == "cpu" else None
@@ -77,7 +115,7 @@ def first_call(call: Callable, device: torch.device, measurement: Measurement, g
         measurement.status, measurement.reason = "wrong", wrong
 
 
-class Sampler:
+class Timer:
     """A warm candidate: `sample()` is its time for one call."""
 
     def __init__(self, call, device: torch.device, plan: Plan, measurement: Measurement):
@@ -118,3 +156,96 @@ class Sampler:
                 self.sweep()
 
         return elapsed_ms(work, self.device) / (self.repeats * self.plan.buffers)
+
+
+class LoadWatch:
+    """How much other processes work on this process's cores, from the creation of the watch on."""
+
+    def __init__(self):
+        self.wall, self.process, self.cores = time.perf_counter(), time.process_time(), self._busy()
+
+    @staticmethod
+    def _busy() -> float | None:
+        """Seconds of work done on these cores since the machine started; None where only Linux would say."""
+        if not hasattr(os, "sched_getaffinity"):
+            return None
+        busy = [sum(core[:3]) + core.irq + core.softirq + core.steal for core in psutil.cpu_times(percpu=True)]
+        return sum(busy[core] for core in os.sched_getaffinity(0))
+
+    def elsewhere(self) -> float | None:
+        """How many cores other processes kept busy; None if unknown, or if the time was too short to tell."""
+        wall, busy = time.perf_counter() - self.wall, self._busy()
+        if busy is None or self.cores is None or wall < SHORTEST_WATCH:
+            return None
+        return max(0.0, (busy - self.cores - (time.process_time() - self.process)) / wall)
+
+
+@contextlib.contextmanager
+def failing(measurement: Measurement):
+    """An error inside becomes the candidate's reason."""
+    try:
+        yield
+    except Exception as error:
+        measurement.fail(error)
+
+
+def one_line(error: BaseException) -> str:
+    """The error as the reason of a row."""
+    while isinstance(error.__context__, Exception) and not error.__suppress_context__:
+        error = error.__context__  # the error of a failed capture hides the one that made it fail
+    text = re.sub(r"\s+", " ", str(error)).strip() or type(error).__name__
+    return text if len(text) <= REASON_LENGTH else text[: REASON_LENGTH - 3] + "..."
+
+
+def elapsed_ms(work: Callable[[], Any], device: torch.device) -> float:
+    """Milliseconds that `work` takes: between events on a GPU, by the wall clock elsewhere."""
+    if device.type == "cuda":
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        work()
+        end.record()
+        end.synchronize()
+        return begin.elapsed_time(end)
+    started = time.perf_counter()
+    work()
+    return 1e3 * (time.perf_counter() - started)
+
+
+def peak_mib(work: Callable[[], Any], device: torch.device) -> float | None:
+    """MiB that `work` allocates at its peak beyond what was allocated before it; None on a CPU."""
+    if device.type != "cuda":
+        return None
+    torch.cuda.synchronize(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    work()
+    torch.cuda.synchronize(device)
+    return (torch.cuda.max_memory_allocated(device) - before) / 2**20
+
+
+def release_memory() -> None:
+    """Give back the memory that nothing holds any more."""
+    gc.collect()
+    if torch.cuda.is_available():
+        with contextlib.suppress(RuntimeError):
+            torch.cuda.empty_cache()
+
+
+def buffers_for(device: torch.device, bytes_each: int) -> int:
+    """How many inputs of this size exceed twice the L2 cache of the device; 1 on a CPU."""
+    if device.type != "cuda":
+        return 1
+    return max(2, 2 * torch.cuda.get_device_properties(device).L2_cache_size // bytes_each + 1)
+
+
+@contextlib.contextmanager
+def side_stream(device: torch.device):
+    """Run everything on one side stream: a capture needs work that was warmed up on the stream it is captured on."""
+    if device.type != "cuda":
+        yield
+        return
+    torch.cuda.synchronize(device)
+    with torch.cuda.stream(torch.cuda.Stream(device)):
+        yield
+    with contextlib.suppress(RuntimeError):  # the candidates have the reason already if the device is lost
+        torch.cuda.synchronize(device)

@@ -8,17 +8,15 @@ table in gka/impl/triton/configs.py is edited by hand; `python tests/support/ker
 entries cost.
 """
 
-import argparse
 import itertools
 import math
-import statistics
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import NoReturn
+from typing import Annotated, Any, Literal
 
 import torch
-from triton.testing import do_bench_cudagraph
 
 from gka import gaussian_attention, testing
 from gka.api import EPS
@@ -26,10 +24,12 @@ from gka.impl.triton import configs
 from gka.impl.triton.configs import Config
 from gka.masking import Mask
 from gka.testing import Problem
+from runs.bench.timing import Measurement, Plan, interleave
+from trainkit_gka.cli import Bounds, UserError, run
 
 ROWS, COLUMNS, WARPS, STAGES = (64, 128), (32, 64, 128), (4, 8), (2, 3, 4)
 MOST_JUDGED = 2**28  # numbers of a float64 matrix W: 2 GiB
-ROUNDS = 5
+PLAN = Plan(rounds=5, warmup=1, buffers=16, sample_ms=20.0, graph=True)  # 16 calls in a CUDA graph
 
 
 @dataclass(frozen=True)
@@ -72,13 +72,8 @@ class Work:
 
     def __init__(self, workload: Workload, dtype: torch.dtype, device: torch.device):
         self.workload, self.constant_norm = workload, workload.causal
-        self.attend = partial(
-            gaussian_attention,
-            causal=workload.causal,
-            window=workload.window,
-            constant_norm=self.constant_norm,
-            impl="triton",
-        )
+        options = dict(causal=workload.causal, window=workload.window, constant_norm=self.constant_norm)
+        self.attend = partial(gaussian_attention, impl="triton", **options)
         backward = workload.kernel not in ("forward", "decode")
         problem = Problem.seeded(
             "unit_norm" if self.constant_norm else "normal",
@@ -110,92 +105,64 @@ class Work:
         return testing.judge(self.attend, few, slack=EPS, constant_norm=self.constant_norm)
 
 
-@dataclass
-class Timed:
-    """One candidate: the milliseconds of its rounds, or the reason why it has none."""
-
-    config: Config
-    milliseconds: list[float] = field(default_factory=list)
-    reason: str | None = None
-
-    @property
-    def median(self) -> float:
-        return math.inf if self.reason else statistics.median(self.milliseconds)
-
-
 def tune(
-    workload: Workload, candidates: list[Config], dtype: torch.dtype, device: torch.device, rounds: int = ROUNDS
-) -> list[Timed]:
+    workload: Workload, candidates: list[Config], dtype: torch.dtype, device: torch.device, plan: Plan = PLAN
+) -> dict[Config, Measurement]:
     """The shipped configuration and the candidates, fastest first; those that are wrong or fail are last."""
-    name = configs.generation(device)
-    key = (workload.kernel, max(32, workload.head_dim), dtype.itemsize)
+    name, key = configs.generation(device), (workload.kernel, max(32, workload.head_dim), dtype.itemsize)
     shipped = configs.TABLES[name].entries.get(key)
+    every = [config for config in dict.fromkeys([shipped, *candidates]) if config is not None]
     work = Work(workload, dtype, device)
-    timed = [Timed(config) for config in dict.fromkeys([shipped, *candidates]) if config is not None]
-    for turn, one in itertools.product(range(-1, rounds), timed):
-        if one.reason:
-            continue
-        try:
-            with configs.override(name, entries={key: one.config}):
-                if turn < 0:
-                    one.reason = work.judge()
-                else:
-                    one.milliseconds.append(milliseconds(work.call))
-        except Exception as error:  # tiles may need more registers or memory than the device has
-            one.reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
-            torch.cuda.empty_cache()
-    return sorted(timed, key=lambda one: one.median)
+
+    def under(config: Config, function: Callable[[], object]) -> Callable[..., Any]:
+        def call(*_: int) -> object:
+            with configs.override(name, entries={key: config}):
+                return function()
+
+        return call
+
+    calls, gates = ({config: under(config, each) for config in every} for each in (work.call, work.judge))
+    measured = interleave(calls, device, plan, gates)
+    return dict(sorted(measured.items(), key=lambda item: item[1].median_ms or math.inf))
 
 
-def milliseconds(call: Callable[[], object]) -> float:
-    """Of one call, the median of ten replays of a CUDA graph of many."""
-    return do_bench_cudagraph(call, return_mode="median")
+@dataclass
+class TuneConfig:
+    """Time tile sizes of the Triton kernels on this GPU."""
+
+    only: list[str] = field(default_factory=list)
+    """Beginnings of the workloads to time, such as forward or keys-d64; empty = all."""
+    dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
+    """Of the features."""
+    candidates: list[str] = field(default_factory=list)
+    """rows x columns x warps x stages, such as 128x64x8x3, in place of the grid."""
+    rounds: Annotated[int, Bounds(1)] = PLAN.rounds
+    """Timed turns of every candidate."""
+
+    def check(self) -> None:
+        names = [workload.name for workload in WORKLOADS]
+        for start in self.only:
+            if not any(name.startswith(start) for name in names):
+                raise UserError(f"--only {start}: no such workload; there are {', '.join(names)}")
+        for text in self.candidates:
+            if not re.fullmatch(r"([1-9]\d*x){3}[1-9]\d*", text):
+                raise UserError(f"--candidates: {text} is not rows x columns x warps x stages, such as 128x64x8x3")
 
 
-def candidate(text: str) -> Config:
-    """From text such as 128x64x8x3."""
-    numbers = text.split("x")
-    if len(numbers) != 4 or not all(number.isdecimal() and int(number) for number in numbers):
-        raise argparse.ArgumentTypeError(f"{text} is not rows x columns x warps x stages, such as 128x64x8x3")
-    return Config(*map(int, numbers))
-
-
-class Parser(argparse.ArgumentParser):
-    """A mistake is one line, without the usage before it."""
-
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"error: {message}\n")
-
-
-def main() -> None:
-    names = [workload.name for workload in WORKLOADS]
-    parser = Parser(prog="python -m runs.bench.tune", description="Time tile sizes of the Triton kernels on this GPU.")
-    parser.add_argument("--only", nargs="+", default=[""], help=f"beginnings of {', '.join(names)} (default: all)")
-    parser.add_argument(
-        "--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16", help="of the features"
-    )
-    parser.add_argument(
-        "--candidates",
-        nargs="+",
-        type=candidate,
-        help="rows x columns x warps x stages, such as 128x64x8x3, in place of the grid",
-    )
-    parser.add_argument(
-        "--rounds", type=int, default=ROUNDS, help="timed turns of every candidate (default: %(default)s)"
-    )
-    arguments = parser.parse_args()
-    if unknown := [start for start in arguments.only if not any(name.startswith(start) for name in names)]:
-        parser.error(f"--only {unknown[0]}: no such workload; there are {', '.join(names)}")
-    if arguments.rounds < 1:
-        parser.error("--rounds must be 1 or more")
+def main(config: TuneConfig) -> None:
+    config.check()
     if not torch.cuda.is_available():
-        parser.error("tuning needs a CUDA device; without one the shipped table is not used either")
-    device, dtype = torch.device("cuda", torch.cuda.current_device()), getattr(torch, arguments.dtype)
-    for workload in (workload for workload in WORKLOADS if workload.name.startswith(tuple(arguments.only))):
-        print(f"{workload.name}, {arguments.dtype}, {torch.cuda.get_device_name(device)}")
-        for one in tune(workload, arguments.candidates or grid(workload.kernel), dtype, device, arguments.rounds):
-            print(f"    {tuple(one.config)!s:<20} {one.reason or f'{one.median:.4f} ms'}", flush=True)
+        raise UserError("tuning needs a CUDA device; without one the shipped table is not used either")
+    device, dtype = torch.device("cuda", torch.cuda.current_device()), getattr(torch, config.dtype)
+    candidates = [Config(*map(int, text.split("x"))) for text in config.candidates]
+    for workload in WORKLOADS:
+        if config.only and not workload.name.startswith(tuple(config.only)):
+            continue
+        print(f"{workload.name}, {config.dtype}, {torch.cuda.get_device_name(device)}")
+        plan = replace(PLAN, rounds=config.rounds)
+        for tiles, timed in tune(workload, candidates or grid(workload.kernel), dtype, device, plan).items():
+            print(f"    {tuple(tiles)!s:<20} {timed.reason or f'{timed.median_ms:.4f} ms'}", flush=True)
 
 
 if __name__ == "__main__":
-    main()
+    run(main, TuneConfig)

@@ -9,8 +9,8 @@ from torch.overrides import TorchFunctionMode
 from gka import testing
 from gka.impl.cpu import build
 from gka.masking import Mask
-from runs.bench import baselines, deit, deit_models, gpt, models
-from runs.bench.gpt_models import Candidate, Subject
+from runs.bench import baselines, deit, gpt, models
+from runs.bench.gpt import LanguageCandidate, LanguageWeights
 from runs.bench.operators import FORWARD, FULL, Case, gate, operators
 from trainkit_gka.distributed import setup
 
@@ -63,12 +63,12 @@ def test_softmax_language_models_take_products_where_these_are_faster(compiled, 
     monkeypatch.setattr(baselines, "products", lambda mask: calls.append(mask) or products(mask))
     monkeypatch.setattr(baselines, "multiplies_bfloat16", lambda: True)
     config = gpt.GPTBenchConfig(sequence_len=16, vocab_size=64).fill("cpu").model_config("softmax", 2)
-    subject = Subject("softmax", config, batch_size=2, runtime=setup("cpu"))
+    subject = LanguageWeights("softmax", config, batch_size=2, runtime=setup("cpu"))
 
     def layers_with_products(dtype: str) -> int:
         torch._dynamo.reset()
         calls.clear()
-        model = Candidate(subject, dtype).model
+        model = LanguageCandidate(subject, dtype).model
         network = torch.compile(model, backend="aot_eager", fullgraph=True) if compiled else model
         network(subject.ids, subject.targets).backward()
         return len(calls)
@@ -100,10 +100,13 @@ def test_the_gate_stops_what_is_wrong(family):
     assert name in judge(lambda y, tensors: y + (tensors[place] - tensors[place].detach()).sum() * 0.01)
 
 
-@pytest.mark.parametrize("kind, dtype", [("softmax", "float32"), ("gka", "float32"), (gpt.OFFSETS, "bfloat16")])
+@pytest.mark.parametrize(
+    "kind, dtype",
+    [("softmax", "float32"), ("gka", "float32"), (gpt.PRESET, "bfloat16"), (gpt.SOFTMAX_PRESET, "float32")],
+)
 def test_the_gate_of_a_whole_language_model_stops_what_is_wrong(kind, dtype):
     config = gpt.GPTBenchConfig(sequence_len=16, vocab_size=64).fill("cpu").model_config(kind, 1)
-    candidate = Candidate(Subject(kind, config, batch_size=2, runtime=setup("cpu")), dtype)
+    candidate = LanguageCandidate(LanguageWeights(kind, config, batch_size=2, runtime=setup("cpu")), dtype)
     right, model = candidate.network, candidate.model
     for phase in (gpt.TRAINING, gpt.PREFILL):
         candidate.network = right
@@ -118,14 +121,14 @@ def test_the_gate_of_a_whole_language_model_stops_what_is_wrong(kind, dtype):
 
 
 def test_candidates_of_one_kind_share_weights_and_leave_them_as_they_are():
-    subject = deit_models.Subject("gka", "ti", deit.TRAINING, 2, "", CPU)
+    subject = deit.VisionWeights("gka", "ti", deit.TRAINING, 2, "", CPU)
     before = [p.detach().clone() for p in subject.model.parameters()]
     for dtype in ("float32", "bfloat16"):
-        deit_models.Candidate(subject, dtype, "off").step(0)
+        deit.VisionCandidate(subject, dtype, "off").step(0)
     assert all(map(torch.equal, before, subject.model.parameters()))
     config = gpt.GPTBenchConfig(sequence_len=16, vocab_size=64).fill("cpu").model_config("gka", 1)
-    shared = Subject("gka", config, batch_size=2, runtime=setup("cpu"))
-    single, half = (Candidate(shared, dtype) for dtype in ("float32", "bfloat16"))
+    shared = LanguageWeights("gka", config, batch_size=2, runtime=setup("cpu"))
+    single, half = (LanguageCandidate(shared, dtype) for dtype in ("float32", "bfloat16"))
     assert all(a is b for a, b in zip(single.model.parameters(), half.model.parameters(), strict=True))
     before = [p.detach().clone() for p in shared.model.parameters()]
     for candidate in (single, half):
@@ -144,7 +147,7 @@ def test_candidates_of_one_kind_share_weights_and_leave_them_as_they_are():
     ],
 )
 def test_the_gate_of_a_whole_vision_model_stops_what_is_wrong(kind, phase, dtype):
-    candidate = deit_models.Candidate(deit_models.Subject(kind, "ti", phase, 1, "", CPU), dtype, "off")
+    candidate = deit.VisionCandidate(deit.VisionWeights(kind, "ti", phase, 1, "", CPU), dtype, "off")
     assert candidate.gate() is None
     right = candidate.network
     candidate.network = lambda images: (1.01 if dtype == "float32" else 1.1) * right(images)
@@ -153,16 +156,16 @@ def test_the_gate_of_a_whole_vision_model_stops_what_is_wrong(kind, phase, dtype
 
 def test_eager_models_are_timed_beside_compiled_ones_on_a_cpu_but_do_not_decode_twice():
     assert models.modes("default", CPU) == {"": "default", "eager": "off"} and models.modes("off", CPU) == {"": "off"}
-    both = [models.Key("gka", "float32", mode) for mode in models.modes("default", CPU)]
+    both = [models.CandidateKey("gka", "float32", mode) for mode in models.modes("default", CPU)]
     assert [gpt.takes_part(key, gpt.TRAINING, "float32") for key in both] == [True, True]
     assert [gpt.takes_part(key, "decode-8", "float32") for key in both] == [True, False]
 
 
 def test_the_unfused_model_builds_w_and_gives_the_fused_models_logits():
     """With the same weights; the sums of W's rows are what its fused twin never has."""
-    fused, unfused = (deit_models.create(kind, "ti", "").eval() for kind in ("gka", deit.UNFUSED))
+    fused, unfused = (deit.create(kind, "ti", "").eval() for kind in ("gka", deit.UNFUSED))
     unfused.load_state_dict(fused.state_dict())
-    images, seen = torch.randn(2, 3, deit_models.PIXELS, deit_models.PIXELS), []
+    images, seen = torch.randn(2, 3, deit.PIXELS, deit.PIXELS), []
 
     class Products(TorchFunctionMode):
         def __torch_function__(self, function, types, arguments=(), options=None):

@@ -12,11 +12,11 @@ from nanochat_gka.core_metric.bundle import CORE_SIZES, PAPER_TASKS
 from nanochat_gka.core_metric.published import PAPER_CENTERED, PAPER_MEAN
 from nanochat_gka.core_metric.report import centered
 from nanochat_gka.train import TrainConfig as LanguageTraining
+from runs import tables
 from runs.paper import ablation, measured, published
 from runs.paper.measured import GPUS, IMAGENET_VALIDATION
 from runs.table import NOT_RUN
-from runs.tables import paper as tables
-from runs.tables.paper import BUILDERS, GUESSING, Sources
+from runs.tables import BUILDERS, GUESSING, Sources
 from trainkit_gka.cli import UserError
 from trainkit_gka.progress import read_lines
 
@@ -179,7 +179,7 @@ def test_the_runtime_table_has_totals_and_gpus_shares(tmp_path):
     roles = {"gka": "ours", "softmax": "baseline", "gka eager": "unfused"}
 
     def line(phase, batch, kind, rate, hardware="NVIDIA H100"):
-        about = dict(case=f"deit-ti-b{batch}", phase=phase, group=f"{phase}{batch}")
+        about = dict(case=f"deit-ti-b{batch}", phase=phase, benchmark="deit")
         record = bench_line(kind, roles[kind], 1e3 / rate, **about, items_per_second=rate)
         return {**record, "hardware": hardware}
 

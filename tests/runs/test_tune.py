@@ -10,7 +10,9 @@ from gka.impl.triton import configs
 from gka.impl.triton.configs import Config
 from operator_cases import DEVICE
 from runs.bench import tune
+from runs.bench.timing import Plan
 from runs.bench.tune import Workload
+from trainkit_gka import cli
 
 SMALL = [
     Workload("forward", 1, 20, 2, 32, causal=True, window=8, with_values=True),
@@ -29,42 +31,36 @@ def entry(kernel):
 @pytest.mark.parametrize("workload", SMALL, ids=lambda workload: workload.kernel)
 def test_candidates_are_judged_and_timed_with_their_own_tiles(workload, monkeypatch):
     good, wrong, impossible = Config(16, 32, 4, 1), Config(16, 16, 4, 1), Config(48, 16, 4, 1)
-    shipped, operator, turns = entry(workload.kernel), tune.gaussian_attention, []
+    shipped, operator, tiles = entry(workload.kernel), tune.gaussian_attention, []
 
     def attend(*tensors, **options):
-        return operator(*tensors, **options) * (1.01 if entry(workload.kernel) == wrong else 1.0)
-
-    def milliseconds(call):
-        call()
-        turns.append(entry(workload.kernel))
-        return {shipped: 2.0, good: 1.0}[turns[-1]] + (len(turns) > 4) * 10.0  # of three rounds the last is disturbed
+        tiles.append(entry(workload.kernel))
+        return operator(*tensors, **options) * (1.01 if tiles[-1] == wrong else 1.0)
 
     monkeypatch.setattr(tune, "gaussian_attention", attend)
-    monkeypatch.setattr(tune, "milliseconds", milliseconds)
-    timed = tune.tune(workload, [wrong, impossible, good, shipped], torch.float32, torch.device(DEVICE), rounds=3)
-    assert turns == [shipped, good] * 3
-    assert [(one.config, one.median) for one in timed[:2]] == [(good, 1.0), (shipped, 2.0)]
-    reasons = {one.config: one.reason for one in timed[2:]}
-    assert reasons.keys() == {wrong, impossible} and "off by 1.0e-02 of its norm" in reasons[wrong]
-    assert "power of 2" in reasons[impossible]
+    plan = Plan(rounds=2, warmup=0)
+    measured = tune.tune(workload, [wrong, impossible, good, shipped], torch.float32, torch.device(DEVICE), plan)
+    assert {config: one.status for config, one in measured.items()} == {
+        shipped: "ok", good: "ok", wrong: "wrong", impossible: "failed"
+    }  # fmt: skip
+    assert "off by 1.0e-02 of its norm" in measured[wrong].reason and "power of 2" in measured[impossible].reason
+    times = [one.median_ms for one in measured.values()]
+    assert times[:2] == sorted(times[:2]) and times[2:] == [None, None]
+    assert tiles[-4:] == [shipped, good, good, shipped]  # two rounds, in turns
     assert entry(workload.kernel) == shipped
 
 
-@pytest.mark.parametrize(
-    "flags,line",
-    [
-        (["--only", "backward"], "--only backward: no such workload; there are forward-d32"),
-        (["--candidates", "12x3"], "12x3 is not rows x columns x warps x stages, such as 128x64x8x3"),
-        ([], "tuning needs a CUDA device"),
-    ],
-)
-def test_mistakes_are_one_line(flags, line, monkeypatch, capsys):
+@pytest.mark.parametrize("flags, words", [
+    (["--only", "backward"], "--only backward: no such workload"),
+    (["--candidates", "12x3"], "12x3 is not rows x columns x warps x stages"),
+    ([], "tuning needs a CUDA device"),
+])  # fmt: skip
+def test_mistakes_are_one_line(flags, words, monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(sys, "argv", ["tune", *flags])
     with pytest.raises(SystemExit) as stopped:
-        tune.main()
+        cli.run(tune.main, tune.TuneConfig, flags)
     [error] = capsys.readouterr().err.splitlines()
-    assert stopped.value.code == 2 and line in error
+    assert stopped.value.code == 2 and words in error
 
 
 @pytest.mark.gpu

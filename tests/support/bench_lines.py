@@ -1,27 +1,26 @@
-"""Lines of the benchmarks' result files, made by hand."""
+"""Rows of the benchmarks' result files, made by hand."""
 
 import json
 
-from runs.bench.measurement import Measurement
-from runs.bench.results import facts_of, result_file
+from runs.bench.program import facts_of, result_file
+from runs.bench.timing import Measurement
 
 SHAPE = {"batch": 256, "tokens": 197, "heads": 3, "head_dim": 64, "causal": False, "window": None, "queries": 197}
+RECORD = {"date": "2026-01-02 03:04", "commit": "abc", "torch": "2"}
 
 
-def line(candidate, role, median_ms, case="vit-ti", phase="forward", status="ok", group="g", quick=False, **metrics):
-    """A line of a result file."""
-    config = {"case": case, "phase": phase, "candidate": candidate, "role": role, "group": group, "quick": quick}
+def line(
+    candidate, role, median_ms, case="vit-ti", phase="forward", *, group="", quick=False, hardware="NVIDIA H200",
+    benchmark="attention", settings=SHAPE, **metrics,
+):  # fmt: skip
+    """A row of a result file, of a candidate that was right if `metrics` do not say otherwise."""
+    settings = {"dtype": "bfloat16", **settings}
+    config = {"case": case, "phase": phase, "candidate": candidate, "role": role, "quick": quick, **settings}
+    config |= {"group": group or f"{case} {phase}", **facts_of(candidate, phase, settings, hardware)}
     times = dict(median_ms=median_ms, low_ms=median_ms, high_ms=median_ms, first_ms=1.0)
-    measured = Measurement(status=status, peak_mib=10.0, graphed=True, **times)
-    where = {"date": "2026-01-02 03:04", "commit": "abc", "hardware": "NVIDIA H200", "torch": "2"}
-    kind = "bench_deit" if case.startswith("deit") else "bench_attention"
-    facts = facts_of(candidate, phase, {"dtype": "bfloat16", **SHAPE}, where["hardware"])
-    return {
-        "kind": kind,
-        **where,
-        "config": {**config, **SHAPE, "dtype": "bfloat16", **facts},
-        "metrics": {**vars(measured), **metrics},
-    }
+    measurement = Measurement(peak_mib=10.0, graphed=True, **times)
+    record = {"kind": f"bench_{benchmark}", **RECORD, "hardware": hardware}
+    return {**record, "config": config, "metrics": {**vars(measurement), **metrics}}
 
 
 def write_lines(path, *records):
@@ -31,5 +30,9 @@ def write_lines(path, *records):
 
 
 def write(folder, *lines):
-    """The operator's result file of an H200 in `folder`."""
-    write_lines(result_file(folder, "attention", "NVIDIA H200"), *lines)
+    """The result files of these rows, by benchmark and hardware."""
+    files = {}
+    for each in lines:
+        files.setdefault(result_file(folder, each["kind"].removeprefix("bench_"), each["hardware"]), []).append(each)
+    for path, records in files.items():
+        write_lines(path, *records)

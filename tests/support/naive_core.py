@@ -35,13 +35,11 @@ def naive_task(
     label: str,
     max_per_task: int = -1,
     max_seq_len: int | None = None,
-    progress: Callable[[], None] | None = None,
     together: bool = True,
 ) -> NaiveResult:
     """Score one task of the bundle. `model` maps (B, T) ids to (B, T, V) logits.
 
-    progress: called after every example. together: an example's prompts are one padded batch, as in nanochat;
-    otherwise each is a batch of its own.
+    together: an example's prompts are one padded batch, as in nanochat; otherwise each is a batch of its own.
     """
     manifest = yaml.safe_load((bundle / "core.yaml").read_text(encoding="utf-8"))["icl_tasks"]
     task = {entry["label"]: entry for entry in manifest}[label]
@@ -71,8 +69,6 @@ def naive_task(
         prediction = score_example(model, kind, prompts, starts, tokenizer.bos_id, together)
         predictions.append(prediction)
         correct.append(prediction == (1 if kind == "language_modeling" else example["gold"]))
-        if progress is not None:
-            progress()
     return NaiveResult(predictions, correct)
 
 
