@@ -137,9 +137,9 @@ def measure(results: Path) -> None:
     for settings, metrics in routes():
         print(f"{', '.join(map(str, settings.values()))}: {metrics}", flush=True)
         rows.append(({"part": PART} | settings, metrics))
-    others = [record for record in read_results(results) if record["config"].get("part") != PART]
+    other_parts = [record for record in read_results(results) if record["config"].get("part") != PART]
     with atomic(results) as written:
-        for record in others:
+        for record in other_parts:
             append_line(written, record)
         for settings, metrics in rows:
             append_result(written, "error", settings, metrics, torch.device("cpu"))

@@ -44,9 +44,9 @@ def test_the_benchmarks_run_end_to_end(tmp_path, capsys):
     capsys.readouterr()
     flags = ["--device-type", "cpu", "--results", str(tmp_path), "--out", str(tmp_path / "out")]
     cli.run(report.main, report.BenchReportConfig, flags)
-    said = capsys.readouterr().out
+    output = capsys.readouterr().out
     for words in ("2 × 9 × 1 × 16", "DeiT-Ti, 1 image", "GPT of depth 1, 2 × 16 tokens"):
-        assert words in said
+        assert words in output
 
 
 def test_every_number_of_threads_has_a_file_and_is_reported(tmp_path, capsys):
@@ -73,12 +73,12 @@ CONFIGS = {
 
 def refused(module, flags, folder, capsys):
     """What a command says of its flags, in one line, before it measures anything."""
-    with pytest.raises(SystemExit) as left:
+    with pytest.raises(SystemExit) as stopped:
         cli.run(module.main, CONFIGS[module], ["--device-type", "cpu", "--results", str(folder), *flags])
-    said = capsys.readouterr().err
-    assert left.value.code == 2 and said.startswith("error: ") and said.count("\n") == 1
+    output = capsys.readouterr().err
+    assert stopped.value.code == 2 and output.startswith("error: ") and output.count("\n") == 1
     assert not list(folder.iterdir())
-    return said
+    return output
 
 
 @pytest.mark.parametrize(

@@ -17,8 +17,8 @@ def test_routes_are_measured_anew_and_other_rows_stay(tmp_path, monkeypatch):
     monkeypatch.setattr(error, "KINDS", ("unit_norm", "all+100"))
     cli.run(error.main, error.ErrorConfig, ["--results", str(path)])
     before, after = read_lines(error.FILE), read_lines(path)
-    others = [row for row in before if row["config"]["part"] != error.PART]
-    assert others and [row for row in after if row["config"]["part"] != error.PART] == others
+    other_parts = [row for row in before if row["config"]["part"] != error.PART]
+    assert other_parts and [row for row in after if row["config"]["part"] != error.PART] == other_parts
     published = [row for row in error.records() if row["config"]["features"] in error.KINDS]
     measured = error.records(path)
     assert [row["config"] for row in measured] == [row["config"] for row in published]
