@@ -8,6 +8,7 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from processes import environment, still_there
@@ -121,7 +122,7 @@ def test_two_processes_end_in_time(to, tmp_path):
     (tmp_path / "two.py").write_text(TWO)
     process = start([*TORCHRUN, tmp_path / "two.py"], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     assert [process.stdout.readline() for _ in range(2)] == ["working\n"] * 2
-    workers = tiny_children(process.pid)
+    workers = ranks_of(process.pid)
     began = time.monotonic()
     os.kill(process.pid if to == "torchrun" else workers[to == "the rank that waits"], signal.SIGTERM)
     errors = process.communicate(timeout=60)[1]
@@ -132,14 +133,10 @@ def test_two_processes_end_in_time(to, tmp_path):
     assert not still_there(workers)
 
 
-def tiny_children(pid: int) -> list[int]:
-    """The ranks of a torchrun, in order."""
-    children = map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split())
-    ranks = {}
-    for child in children:
-        variables = Path(f"/proc/{child}/environ").read_bytes().split(b"\0")
-        ranks.update({int(name[5:]): child for name in variables if name.startswith(b"RANK=")})
-    return [ranks[rank] for rank in sorted(ranks)]
+def ranks_of(pid: int) -> list[int]:
+    """The processes of a torchrun, by rank."""
+    ranks = {int(child.environ().get("RANK", -1)): child.pid for child in psutil.Process(pid).children()}
+    return [ranks[rank] for rank in sorted(ranks) if rank >= 0]
 
 
 # --- Training in a terminal that is closed ---
@@ -167,21 +164,15 @@ def saved(folder: Path) -> list[str]:
     return [path.name for path in (folder / "run/checkpoints").glob("step_*")]
 
 
-def test_a_closed_terminal_saves(tmp_path):
-    process, terminal = train_in_a_terminal(tmp_path)
+@pytest.mark.parametrize("launcher", [[], TORCHRUN[:-1]], ids=["1 process", "2 processes"])
+def test_a_closed_terminal_saves(launcher, tmp_path):
+    process, terminal = train_in_a_terminal(tmp_path, launcher)
+    ranks = ranks_of(process.pid) if launcher else []
     os.close(terminal)
-    assert process.wait(60) == 0
+    assert process.wait(60) == 0 and not still_there(ranks)
     (name,) = saved(tmp_path)
     lines = (tmp_path / "run/log.jsonl").read_text().splitlines()
     assert f'"step": {int(name[5:])}' in lines[-1] and 5 <= int(name[5:]) < 2000
-
-
-def test_a_closed_terminal_of_two_processes_saves(tmp_path):
-    process, terminal = train_in_a_terminal(tmp_path, TORCHRUN[:-1])
-    ranks = tiny_children(process.pid)
-    os.close(terminal)
-    assert process.wait(60) == 0  # all has been saved
-    assert len(saved(tmp_path)) == 1 and not still_there(ranks)
 
 
 def test_training_survives_a_terminal_that_is_gone_without_a_signal(tmp_path):
