@@ -37,10 +37,6 @@ def train(data, out, *more, **options):
     return tiny_vision.call(TRAIN, *flags(data, out, *more), folder=out / "output", **options)
 
 
-def begin(data, out, *more, ranks=1):
-    return tiny_vision.start(TRAIN, *flags(data, out, *more), ranks=ranks, folder=out / "output")
-
-
 def records(out, event):
     return read_events(out / "run" / "log.jsonl", event)
 
@@ -60,14 +56,6 @@ def final(out, step=STEPS, names=("model", "ema", "optimizer")):
 def wait_for_step(process, out, step):
     while process.alive() and (steps_of(out) or [0])[-1] < step:
         time.sleep(0.002)
-
-
-def evaluations(out):
-    """What every evaluation found, without the times."""
-    return [
-        {key: value for key, value in record.items() if "per_second" not in key and key not in ("time", "waiting")}
-        for record in records(out, "eval")
-    ]
 
 
 def evaluated(out, *flags):
