@@ -4,7 +4,8 @@
     python -m nanochat_gka.corpus --source fineweb --num-shards 170    # FineWeb-Edu from the Hugging Face hub
     python -m nanochat_gka.corpus --source notes --out out/notes       # your own files: text, JSON, parquet
 
-nanochat's shards, shard_00000.parquet and so on with a string column `text`, are a corpus as they are.
+nanochat's shards, shard_00000.parquet and so on with a string column `text`, are a corpus already: --out gets links to
+them. If the folder is finished, nothing is done.
 """
 
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ from pathlib import Path
 from typing import Annotated
 
 from nanochat_gka.data import SPLITS, builtin, fineweb, own_text
-from nanochat_gka.data.corpora import COLUMN, claim
+from nanochat_gka.data.corpora import COLUMN, NOTE, claim, link_files, source_of, top_parquet
 from trainkit_gka.cli import run
 from trainkit_gka.files import locked, remove_stale_temporaries
 
@@ -27,6 +28,9 @@ class CorpusConfig:
     """Folder for the parquet files. None = out/corpus/NAME of the source."""
     num_shards: Annotated[int, fineweb.SHARDS] = 170
     """Shards of FineWeb-Edu, about 100 MB each; d20 trains on about 160, and the last is the validation split."""
+    downloads: Path | None = None
+    """Folder for the downloaded shards of FineWeb-Edu, which several corpora can share: each --out gets links
+    to its own. None = --out."""
     text_column: str = COLUMN
     """Which column, or field, of your own parquet and JSON is the text."""
 
@@ -34,6 +38,9 @@ class CorpusConfig:
 def main(config: CorpusConfig) -> None:
     path = None if config.source in ("builtin", "fineweb") else Path(config.source)
     out = config.out or Path("out/corpus") / (path.absolute().name if path else config.source)
+    if path and config.text_column == COLUMN and own_text.is_corpus(path):
+        link_corpus(path, out)
+        return
     text = own_text.find(path, out) if path else None
     with locked(out, "writing"):
         remove_stale_temporaries(out)
@@ -41,11 +48,40 @@ def main(config: CorpusConfig) -> None:
         if text:
             own_text.write(text, out, config.text_column)
         elif config.source == "fineweb":
-            fineweb.download(out, config.num_shards)
+            fetch_fineweb(out, config.num_shards, config.downloads or out)
         elif len(list(out.glob("*.parquet"))) == len(SPLITS):
             print(f"{out}: already there")
         else:
             builtin.write(out)
+
+
+def link_corpus(folder: Path, out: Path) -> None:
+    """Make `out` a corpus of links to the parquet files of `folder`, which is a corpus already."""
+    if out.resolve() == folder.resolve():
+        print(f"{out}: already a corpus")
+        return
+    names = top_parquet(folder)
+    with locked(out, "writing"):
+        # The rows of FineWeb-Edu differ from those of other text, wherever its shards are.
+        claim(out, source_of(folder) if (folder / NOTE).exists() else str(folder.absolute()))
+        link_files(folder, names, out)
+    print(f"{out}: links to the {len(names):,} parquet files of {folder}")
+
+
+def fetch_fineweb(out: Path, num_shards: int, downloads: Path) -> None:
+    """Fetch the shards that are in neither `out` nor `downloads` into `downloads`, and link them from `out`."""
+    names = fineweb.shard_names(num_shards)
+    if all((out / name).exists() for name in names):
+        print(f"{out}: already there, {num_shards:,} shards")
+        return
+    if out.resolve() == downloads.resolve():
+        fineweb.download(out, num_shards)
+        return
+    with locked(downloads, "writing"):
+        remove_stale_temporaries(downloads)
+        claim(downloads, "fineweb")
+        fineweb.download(downloads, num_shards)
+    link_files(downloads, names, out)
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ order, the last one is the validation split and the others are training, as in n
 
 import hashlib
 import io
+import os
 import re
 import shlex
 from collections import Counter
@@ -240,10 +241,30 @@ def describe_changes(old: dict[str, Any], new: dict[str, Any]) -> str:
     return ", ".join(f"{len(names[kind])} {kind} ({listed[kind]})" for kind in names if names[kind])
 
 
+def source_of(folder: Path) -> str:
+    """What the note in a corpus says that it is prepared from. Raises UserError if there is no such note."""
+    return read_json(folder / NOTE, "note of the corpus's source")["source"]
+
+
 def claim(folder: Path, source: str) -> None:
     """Note in `folder` that it is prepared from `source`. Raises UserError if it holds text from elsewhere."""
-    marker = folder / NOTE
-    present = read_json(marker, "note of the corpus's source")["source"] if marker.exists() else "another source"
+    present = source_of(folder) if (folder / NOTE).exists() else "another source"
     if present != source and any(folder.glob("*.parquet")):
         raise UserError(f"{folder} holds parquet files of {present}; choose another --out for {source}")
-    write_json(marker, {"source": source})
+    write_json(folder / NOTE, {"source": source})
+
+
+def link_files(source: Path, names: Sequence[str], folder: Path) -> None:
+    """Make links to these files of `source` the parquet files of `folder`; symbolic ones across file systems."""
+    for path in folder.glob("*.parquet"):
+        if path.name not in names:
+            path.unlink()
+    for name in names:
+        file, link = (source / name).resolve(), folder / name
+        if link.exists() and link.samefile(file):
+            continue
+        link.unlink(missing_ok=True)
+        try:
+            os.link(file, link)
+        except OSError:  # another file system, or somebody else's file
+            link.symlink_to(file)

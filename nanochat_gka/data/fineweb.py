@@ -14,14 +14,18 @@ LATER = (408, 429)  # the statuses of a server that would answer another time
 SHARDS = Bounds(2, 1823)  # the last one is the validation split
 
 
+def shard_names(num_shards: int) -> list[str]:
+    """The files of the first `num_shards` shards."""
+    return [f"shard_{index:05d}.parquet" for index in range(num_shards)]
+
+
 def download(folder: Path, num_shards: int) -> None:
     """Fetch those of the first `num_shards` shards (about 100 MB each) that `folder` lacks.
 
     A shard appears once it has arrived whole; running again continues. Raises PassingFault if one does not arrive, and
     UserError if the hub refuses it.
     """
-    names = [f"shard_{index:05d}.parquet" for index in range(num_shards)]
-    missing = [name for name in names if not (folder / name).exists()]
+    missing = [name for name in shard_names(num_shards) if not (folder / name).exists()]
     from huggingface_hub.utils import disable_progress_bars, logging
 
     disable_progress_bars()  # ours counts shards

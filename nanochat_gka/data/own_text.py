@@ -44,6 +44,7 @@ from nanochat_gka.data.corpora import (
     named_splits,
     splits_of,
     suffixes,
+    top_parquet,
 )
 from trainkit_gka.cli import UserError, reason_of
 from trainkit_gka.files import atomic, read_json, sha256, write_json
@@ -77,6 +78,12 @@ class Source:
     held_out: str
 
 
+def is_corpus(root: Path) -> bool:
+    """Whether a folder is a corpus already: nanochat's shards, or written by nanochat_gka.corpus."""
+    names = top_parquet(root)
+    return len(names) > 1 and ((root / NOTE).exists() or all(map(SHARD.fullmatch, names)))
+
+
 def find(root: Path, out: Path) -> Source:
     """The files of `root`, a file or a folder. Links are followed, but no folder is entered twice.
 
@@ -90,7 +97,7 @@ def find(root: Path, out: Path) -> Source:
     readable = [name for name in files if _kind(name)[0] in KINDS]
     parquet = [name for name in readable if "/" not in name and _kind(name)[0] == ".parquet"]
     held_out = "as the files are named"
-    if len(parquet) > 1 and ((root / NOTE).exists() or all(map(SHARD.fullmatch, parquet))):
+    if is_corpus(root):
         splits = deal(parquet)
         held_out = held_out if named_splits(parquet) else "the last file by name"
     else:

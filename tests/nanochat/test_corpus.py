@@ -73,7 +73,7 @@ def test_same_command_continues_a_broken_download(hub, tmp_path, capsys):
 
     hub.gets.clear()
     corpus.main(corpus.CorpusConfig("fineweb", out, 2))
-    assert "2 shards (0 fetched now)" in capsys.readouterr().out
+    assert "already there, 2 shards" in capsys.readouterr().out
     assert not hub.gets and downloaded(out) == hub.files
 
 

@@ -143,6 +143,19 @@ def test_of_shards_and_of_our_corpora_the_last_file_is_held_out(tmp_path):
     assert prepare(tmp_path / "out", tmp_path / "again") == {"train": ["a", "b"], "val": ["c"]}
 
 
+def test_a_folder_that_is_a_corpus_is_linked_and_followed(tmp_path):
+    """Its files are neither rewritten nor copied, and the links follow them."""
+    shards = write_parquet(tmp_path / "own", shard_00000=["0"], shard_00001=["1"], shard_00002=["2"])
+    out = tmp_path / "out"
+    assert prepare(shards, out) == {"train": ["0", "1"], "val": ["2"]}
+    assert all(path.samefile(shards / path.name) for path in out.glob("*.parquet"))
+    (shards / "shard_00002.parquet").unlink()
+    write_parquet(shards, shard_00001=["changed"])
+    assert prepare(shards, out) == {"train": ["0"], "val": ["changed"]}
+    corpus.main(corpus.CorpusConfig(str(shards), shards))
+    assert not (shards / "source.json").exists()
+
+
 def test_it_is_written_again_when_files_or_rules_change_and_a_copy_is_no_change(tmp_path, capsys):
     source, out = write(tmp_path / "own", a__txt=BOOK, b__txt="same size 1", c__txt="gone"), tmp_path / "out"
     train = out / "train.parquet"

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 import golden
 import tiny
-from nanochat_gka import pack, tokenizer
+from nanochat_gka import corpus, pack, tokenizer
 from nanochat_gka.data.loader import PackedData
 from nanochat_gka.data.packing import best_fit_rows
 from nanochat_gka.data.tokenizer import Tokenizer
@@ -167,13 +167,15 @@ def test_own_text_is_not_cropped(own, capsys):
 
 
 def test_rows_of_fineweb_stay_nanochats(own):
-    """By the note that the command which fetches FineWeb-Edu leaves in the folder."""
+    """By the note of the command that fetches FineWeb-Edu: in the folder it was fetched to and in one of links."""
     pack.main(config(own, own / "theirs"))
     for source in ("fineweb", "other"):
-        corpus = shutil.copytree(own / "corpus", own / source)
-        (corpus / "source.json").write_text(json.dumps({"source": source}))
-        pack.main(automatic(own, own / f"packed-{source}", corpus=corpus))
-        assert (bins(own / f"packed-{source}") == bins(own / "theirs")) == (source == "fineweb")
+        folder = shutil.copytree(own / "corpus", own / source)
+        (folder / "source.json").write_text(json.dumps({"source": source}))
+    corpus.main(corpus.CorpusConfig("fineweb", own / "fineweb-2", 2, downloads=own / "fineweb"))
+    for name in ("fineweb", "fineweb-2", "other"):
+        pack.main(automatic(own, own / f"packed-{name}", corpus=own / name))
+        assert (bins(own / f"packed-{name}") == bins(own / "theirs")) == (name != "other")
 
 
 def test_a_run_is_not_continued_on_other_rows_of_the_same_text(own):
