@@ -1,51 +1,306 @@
-# Gaussian Kernel Attention: the targets of make. `make help` lists them, `make -n TARGET` shows what one runs.
-# A target is a line here, for the list, and one in runs/make.py, which words its commands and runs them.
+# Gaussian Kernel Attention. `make help` lists targets and settings, `make -n TARGET` shows the commands of a target.
+# It needs GNU make 4.0 or newer. Paths may have spaces; quotes and $ may be in PROMPT, TEXT and ARGS alone.
 
-PYTHON   ?= python3
+## Settings, as NAME=value
+##   BASE=out                   folder of all outputs
+##   CORPUS=fineweb             or builtin, or a file or folder of .txt, .md, .jsonl, .json, .parquet
+##   COLUMN=text                the column or field of your own files that is the text
+##   SHARDS=170 VOCAB=32768 SEQ=2048   FineWeb-Edu's shards (100 MB each), the tokenizer's tokens, tokens of a row
+##   DEPTH=20                   layers of a language model (the demo has 4)
+##   NGPU=number                processes; default: one for each visible GPU
+##   NNODES=1 RDZV=host:port    machines of NGPU processes, and where they meet
+##   RESTARTS=0                 how often a crashed training is started again
+##   RUN=folder                 evaluated, sampled or exported; default: BASE/runs/dDEPTH-gka (figures: the demo's)
+##   DATA=folder                images in train/ and val/; or hf:NAME, hf-stream:NAME, wds:FOLDER, digits
+##   MODEL=name                 any timm name, in place of the target's own
+##   IMAGE=file TEXT='...'      what figures and report draw
+##   PROMPT='The'               what sample continues
+##   BUNDLE=folder              CORE's data, or its zip file, in place of a download
+##   WANDB_MODE=disabled        or offline, online
+##   ARGS='flags'               for the commands of the targets that are named; --dry-run shows what a training would be
+##   PYTHON=python3             makes .venv
+##   ENV_PYTHON=python          an environment of your own, used as it is: .venv is not made, nothing is installed
+##   NANOCHAT_SRC, DEIT_SRC     sources that vendor takes in place of a download
+
 SETTINGS := BASE CORPUS COLUMN SHARDS VOCAB SEQ DEPTH NGPU NNODES RDZV RESTARTS RUN MODEL DATA IMAGE TEXT ARGS \
             PROMPT BUNDLE WANDB_MODE PYTHON ENV_PYTHON NANOCHAT_SRC DEIT_SRC
-# A setting is text, which neither make nor the shell expands: runs/make.py reads it from the environment.
-$(foreach name,$(SETTINGS),$(eval override $(name) := $$(value $(name))))
-GOALS    := $(or $(value MAKECMDGOALS),help)
-export SETTINGS GOALS $(foreach name,$(SETTINGS),$(if $($(name)),$(name)))
-$(if $(shell command -v '$(subst ','\'',$(PYTHON))'),,$(error there is no $(PYTHON); set PYTHON=python3.x))
+CHOSEN   := $(foreach name,$(SETTINGS),$(if $(value $(name)),$(name)))
+# An empty setting counts as none. In these texts nothing is expanded, neither by make nor by a shell.
+$(foreach name,$(filter-out $(CHOSEN),$(SETTINGS)),$(eval override undefine $(name)))
+$(foreach name,$(filter ARGS PROMPT TEXT,$(CHOSEN)),$(eval override $(name) := $$(value $(name))))
+PATHS    := $(filter BASE CORPUS RUN DATA IMAGE BUNDLE ENV_PYTHON,$(CHOSEN))
+$(foreach name,$(PATHS),$(eval override $(name) := $$(subst ~/,$(HOME)/,$$($(name)))))
+SPACE    := $(subst ,, )
+GOALS    := $(MAKECMDGOALS)
 
-# One process runs all targets that are named. The + has `make -n` start it too; it only shows the commands then.
-MAKEFLAGS += --no-builtin-rules --silent
-.PHONY: launch
-launch:
-	+@test -z "$$GOALS" || exec "$$PYTHON" -m runs.make
-# Any other name is one like train-deit-s-vlt, or it is refused there.
-%:: launch ;
-Makefile: ;
+# The small language models: text that needs no network, short rows. pretrain-small has four rows a step.
+ifneq (,$(filter study pretrain-small,$(GOALS)))
+CORPUS     ?= builtin
+VOCAB      ?= 4096
+SEQ        ?= 512
+endif
+ifneq (,$(filter pretrain-small,$(GOALS)))
+DEPTH      ?= 4
+NGPU       ?= 1
+endif
+BASE       ?= out
+CORPUS     ?= fineweb
+SHARDS     ?= 170
+VOCAB      ?= 32768
+SEQ        ?= 2048
+DEPTH      ?= 20
+NGPU       ?= $(eval NGPU := $(shell $(PYTHON) -m trainkit_gka.gpus))$(NGPU)
+NNODES     ?= 1
+RESTARTS   ?= 0
+PROMPT     ?= The
+WANDB_MODE ?= disabled
+PYTHON     ?= python3
+export PROMPT $(CHOSEN)
 
-# The list that `make help` prints.
+# ARGS are for the targets that are named, not for the steps that these need.
+FLAGS     = $(if $(filter $@,$(GOALS)),$(ARGS))
+DRY_RUN  := $(filter --dry-run --dry_run,$(ARGS))
+# A command in the environment, and one in as many processes as there are GPUs.
+ENV      := $(if $(ENV_PYTHON),,.venv/.installed)
+PY       := $(if $(ENV_PYTHON),'$(ENV_PYTHON)',.venv/bin/python)
+RANKS     = $(or $(filter-out 0,$(NGPU)),1)
+NODES     = --nnodes $(NNODES) --rdzv-backend c10d --rdzv-id gka --rdzv-endpoint $(RDZV)
+TORCHRUN  = trainkit_gka.torchrun $(if $(filter-out 1,$(NNODES)),$(NODES),--standalone) \
+            $(if $(filter-out 0,$(RESTARTS)),--max-restarts $(RESTARTS)) --nproc-per-node $(RANKS) -m --
+LAUNCH    = $(PY) -m $(if $(filter-out 1,$(NNODES) $(RANKS))$(filter-out 0,$(RESTARTS)),$(TORCHRUN))
+
+# Folders of the corpus that is chosen: documents, their tokenizer, and rows of tokens.
+FIXED    := fixed
+ifeq "$(CORPUS)" "fineweb"
+NAME     := fineweb-$(SHARDS)
+FETCH    := --num-shards $(SHARDS) --downloads '$(BASE)/corpus/fineweb'
+else ifeq "$(CORPUS)" "builtin"
+NAME     := builtin
+FETCH    :=
+else
+FIXED    :=
+NAME     := $(subst |,$(SPACE),$(notdir $(abspath $(subst $(SPACE),|,$(CORPUS)))))
+FETCH    := $(if $(COLUMN),--text-column '$(COLUMN)')
+endif
+DOCUMENTS = $(BASE)/corpus/$(NAME)
+TOKENIZER = $(BASE)/tokenizer/$(NAME)-$(VOCAB)
+PACKED    = $(BASE)/packed/$(NAME)-$(VOCAB)-$(SEQ)$(UNSPLIT)
+# In the rows of the study's results no document goes on in another row. Those of FineWeb-Edu never do.
+UNSPLIT  := $(if $(filter study,$(GOALS)),$(if $(filter-out fineweb,$(CORPUS)),-whole))
+# Trainings on a fixed corpus whose rows are packed need neither its tokenizer nor its documents: both may be deleted.
+FINISHED := $(if $(FIXED),$(wildcard $(subst $(SPACE),\ ,$(PACKED))/manifest.json))
+ROWS     := $(if $(DRY_RUN)$(FINISHED),,tokenize)
+
+PLACES    = --out '$(BASE)/runs' --results '$(BASE)/results.jsonl' --wandb $(WANDB_MODE)
+TRAIN_GPT = $(LAUNCH) nanochat_gka.train --data '$(PACKED)' $(PLACES) --depth $(DEPTH)
+TRAIN_VIT = $(LAUNCH) deit_gka.train --data '$(DATA)' $(PLACES)
+GKA_RUN   = $(or $(RUN),$(BASE)/runs/d$(DEPTH)-gka)
+BASE_RUN  = $(or $(RUN),$(BASE)/runs/d$(DEPTH)-softmax)
+# The form of GKA that runs/study recommends.
+PRESET    = --attention gka --head-offsets PS --gka-values normalised --value-embeds all --channel-bandwidths \
+            --channel-lr 0.08 --head-gates --gate-lr 0.005
+
+# A signal to make reaches its child: bash lets the command take its place, other shells wait beside it.
+SHELL     := bash
+MAKEFLAGS += --no-builtin-rules
+.NOTPARALLEL:
+.PHONY: help setup clean demo test test-gpu lint check data tokenizer tokenize sample export eval-bpb eval-bpb-base
+.PHONY: eval-core eval-core-base pretrain-d20 pretrain-d20-base pretrain-d20-best pretrain-small eval-deit
+.PHONY: train-deit-ti train-deit-s train-deit-b train-deit-ti-base train-deit-s-base train-deit-b-base
+.PHONY: train-deit-ti-vlt train-deit-s-vlt train-deit-b-vlt ablate-projections bench figures tables claims report
+.PHONY: study site vendor diff unpatch test-patches
+
 ## Start
-help: launch  ## list the targets
-setup clean: launch  ## create .venv (the others do it by themselves); delete it
-demo: launch  ## train small models, GKA beside softmax, in minutes on a CPU
-test test-gpu lint: launch  ## the tests (no GPU, no network); those for CUDA; ruff and mypy
+help:  ## list targets and settings
+	@sed -n -e 's/^## //p' -e 's/^\([a-z][a-z0-9 -]*\):.*  ## \(.*\)/  \1\t\2/p' Makefile | expand -t 27
+
+setup: $(ENV)  ## create .venv; the other targets do it by themselves
+	@$(if $(ENV_PYTHON),echo 'error: install in your own environment: $(PY) -m pip install -e ".[dev]"' >&2; exit 2)
+
+.venv/.installed: requirements.txt pyproject.toml
+	$(PYTHON) -m runs.check setup
+	$(PYTHON) -m venv .venv
+	.venv/bin/python -m pip install --quiet --disable-pip-version-check -r requirements.txt
+	.venv/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --editable .
+	touch .venv/.installed
+
+clean:  ## delete .venv and caches
+	rm -rf .venv *.egg-info .pytest_cache .ruff_cache .hypothesis
+
+demo: $(ENV)  ## train small models, GKA beside softmax, in minutes on a CPU
+	$(PY) -m runs.demo --out '$(BASE)/demo' $(if $(filter NGPU,$(CHOSEN)),--ranks $(RANKS)) \
+	  $(if $(filter DEPTH,$(CHOSEN)),--depth $(DEPTH)) --wandb $(WANDB_MODE) $(FLAGS)
+
+test: $(ENV)  ## the tests that need no GPU and no network
+	$(PY) -m pytest -n auto --dist loadfile $(FLAGS)
+
+test-gpu: $(ENV)  ## the tests that need a GPU
+	$(PY) -m pytest -m gpu $(FLAGS)
+
+lint: $(ENV)  ## ruff and mypy
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(PY) -m mypy
+
+# Settings and hardware with which a target cannot run are refused before anything is fetched or computed.
+check:
+	@$(PYTHON) -m runs.check $(GOALS)
+
 ## Language models
-data tokenizer tokenize: launch  ## the corpus; its tokenizer; rows of SEQ tokens
-pretrain-d20: launch  ## the paper's GKA run: depth 20, 2.8e9 tokens (DEPTH=...)
-pretrain-d20-base: launch  ## the paper's softmax baseline: depth 20, 4.6e9 tokens
-pretrain-d20-best: launch  ## the form that runs/study recommends, at the same FLOPs
-pretrain-small: launch  ## the same with 4 layers, in minutes on a CPU (CORPUS=folder)
-eval-bpb eval-bpb-base: launch  ## bits per byte and samples of a run, on its own data
-eval-core eval-core-base: launch  ## DCLM's CORE of a run (BUNDLE=folder or zip, else it is fetched)
-sample: launch  ## text from a run (PROMPT='...')
-export: launch  ## a run as a folder of its own, RUN-export, which installs nothing of ours
+data: check $(ENV)  ## the documents of CORPUS
+	$(PY) -m nanochat_gka.corpus --source '$(CORPUS)' --out '$(DOCUMENTS)' $(FETCH) $(FLAGS)
+
+tokenizer: check $(ENV) $(if $(DRY_RUN),,data)  ## their tokenizer
+	$(PY) -m nanochat_gka.tokenizer --corpus '$(DOCUMENTS)' --vocab-size $(VOCAB) --out '$(TOKENIZER)' $(FLAGS)
+
+tokenize: check $(ENV) $(if $(DRY_RUN),,tokenizer)  ## their rows of SEQ tokens
+	$(PY) -m nanochat_gka.pack --corpus '$(DOCUMENTS)' --tokenizer '$(TOKENIZER)' --sequence-len $(SEQ) \
+	  $(if $(UNSPLIT),--split-documents no) --out '$(PACKED)' $(FLAGS)
+
+# The paper's GKA language model: tables 6 (bits per byte), 7 (CORE) and 8 (size and compute), section 5.
+# Trains:    378,798,320 parameters on 2,778,726,400 tokens of FineWeb-Edu, 2,650 steps, 6.709e18 FLOPs
+# Hours:     3.2 on 7 RTX 5090, an estimate from FLOPs alone, at 40 % of 209.5 TFLOP/s each; not measured
+# Expected:  validation 0.819080 bits per byte, training 0.818256; mean of six CORE tasks 0.2286; not run here yet
+pretrain-d20: check $(ENV) $(ROWS)  ## the paper's GKA run: depth 20, 2.8e9 tokens
+	$(TRAIN_GPT) --attention gka --target-param-data-ratio 8.25 $(FLAGS)
+
+# The paper's softmax baseline. Its budget is not GKA's: 10.5 tokens for each scaling parameter, GKA has 8.25.
+# Trains:    896,535,720 parameters on 4,568,645,632 tokens of FineWeb-Edu, 4,357 steps, 1.373e19 FLOPs
+# Hours:     6.5 on 7 RTX 5090, an estimate as above
+# Expected:  validation 0.7884 bits per byte, training 0.7800; mean of six CORE tasks 0.2418; not run here yet
+pretrain-d20-base: check $(ENV) $(ROWS)  ## the paper's softmax baseline: depth 20, 4.6e9 tokens
+	$(TRAIN_GPT) --attention softmax --target-param-data-ratio 10.5 $(FLAGS)
+
+# The recommended form at the paper's FLOPs. It is not the paper's: it has head offsets, values that are not rotated, a
+# bandwidth for every channel, a gate for every head, and value embeddings in half of the layers, as softmax has them.
+# These are half of its parameters and cost no FLOPs; --value-embeds none leaves 379,079,920 and loses some quality.
+# Trains:    798,513,520 parameters on 2,780,823,552 tokens of FineWeb-Edu, 6.719e18 FLOPs
+# Hours:     3.2 on 7 RTX 5090, an estimate as above
+# Expected:  fewer bits per byte than the paper's form, by runs/study/README.md; not run here yet
+# Then:      make eval-bpb eval-core RUN=out/runs/d20-gka-PS-normalised-channels-gates-VE
+pretrain-d20-best: check $(ENV) $(ROWS)  ## the recommended form of GKA at the same FLOPs
+	$(TRAIN_GPT) --target-param-data-ratio 8.25 $(PRESET) $(FLAGS)
+
+# The recommended form with four layers, as the study trains it. The rates are nanochat's own at 2,048 tokens a step,
+# where its rule for other batches would divide them by 16.
+# Trains:    6,559,000 parameters on 1,048,576 tokens, in rows of 512 tokens of a vocabulary of 4,096
+# Minutes:   3 on two cores of a server, in float32
+# Expected:  1.73 bits per byte on the study's text; 1.55 with ARGS="--num-iterations 2048"
+# Then:      make sample RUN=out/runs/d4-gka-PS-normalised-channels-gates-VE
+pretrain-small: check $(ENV) $(ROWS)  ## the same with 4 layers, in minutes on a CPU (CORPUS=folder)
+	$(TRAIN_GPT) $(PRESET) --head-dim 64 --window-pattern L --num-iterations 512 --total-batch-size 2048 \
+	  --lr-batch-size 2048 --eval-every 128 --eval-tokens 131072 --save-every 128 $(FLAGS)
+
+# A run is evaluated on the rows that it was trained on, unless others are named.
+NAMED_ROWS = $(if $(filter CORPUS SHARDS VOCAB SEQ,$(CHOSEN)),--data '$(PACKED)')
+eval-bpb: check $(ENV)  ## bits per byte and samples of a GKA run (-base: softmax)
+	$(LAUNCH) nanochat_gka.evaluate --results '$(BASE)/results.jsonl' $(NAMED_ROWS) --run '$(GKA_RUN)' $(FLAGS)
+
+eval-bpb-base: check $(ENV)
+	$(LAUNCH) nanochat_gka.evaluate --results '$(BASE)/results.jsonl' $(NAMED_ROWS) --run '$(BASE_RUN)' $(FLAGS)
+
+# Table 7 (six tasks of DCLM's 22, centred): ARGS="--tasks paper" scores these alone. The data, 162 MB, is fetched once.
+# Expected:  mean of the six 0.2418 for the baseline, all examples; 0.2286 for GKA, 200 of each task; not run here yet
+CORE = $(LAUNCH) nanochat_gka.eval_core --out '$(BASE)/core' $(if $(BUNDLE),--bundle '$(BUNDLE)')
+eval-core: check $(ENV)  ## DCLM's CORE of a GKA run (-base: softmax)
+	$(CORE) --run '$(GKA_RUN)' $(FLAGS)
+
+eval-core-base: check $(ENV)
+	$(CORE) --run '$(BASE_RUN)' $(FLAGS)
+
+sample: $(ENV)  ## text from a run
+	$(PY) -m nanochat_gka.generate --run '$(GKA_RUN)' --prompt="$$PROMPT" --stream $(FLAGS)
+
+export: $(ENV)  ## a run as a folder, RUN-export, that transformers loads
+	$(PY) -m nanochat_gka.export --run '$(GKA_RUN)' --out '$(GKA_RUN:/=)-export' $(FLAGS)
+
 ## Vision models
-train-deit-ti: launch  ## the paper's GKA on DATA (-s, -b; -ti-base is softmax, -ti-vlt VLT)
-eval-deit: launch  ## top-1 and top-5 of a run on its own images, or DATA
-ablate-projections: launch  ## the paper's ablation: every kind and a hybrid at size Ti
+# The paper's vision models: tables 2 (accuracy) and 3 (size), sections 4.2 and 4.3; ImageNet, 300 epochs.
+# Hours:     on 7 RTX 5090 of 32 GB, an estimate from table 4's throughput at 128 images each:
+#            softmax  ti 4.6,  s 5.3,  b 13.4
+#            GKA      ti 7.8,  s 14.4, b 31.5 (the paper's implementation)
+# Expected:  EMA top-1, as printed; none has been run here yet
+#            softmax  ti 72.2,  s 79.8,  b 81.8 (DeiT's own figures, without EMA)
+#            VLT      ti 73.5
+#            GKA      ti 71.54, s 78.23, b 80.3
+train-deit-ti:      VIT = deit_tiny_gka_patch16_224
+train-deit-s:       VIT = deit_small_gka_patch16_224
+train-deit-b:       VIT = deit_base_gka_patch16_224
+train-deit-ti-base: VIT = deit_tiny_patch16_224
+train-deit-s-base:  VIT = deit_small_patch16_224
+train-deit-b-base:  VIT = deit_base_patch16_224
+train-deit-ti-vlt:  VIT = deit_tiny_vlt_patch16_224
+train-deit-s-vlt:   VIT = deit_small_vlt_patch16_224
+train-deit-b-vlt:   VIT = deit_base_vlt_patch16_224
+train-deit-ti:  ## GKA on DATA (-s, -b: larger; -ti-base: softmax; -ti-vlt: VLT)
+$(addprefix train-deit-,ti s b ti-base s-base b-base ti-vlt s-vlt b-vlt): check $(ENV)
+	$(TRAIN_VIT) --model $(or $(MODEL),$(VIT)) $(FLAGS)
+
+eval-deit: check $(ENV)  ## top-1 and top-5 of a run on its own images, or DATA
+	$(LAUNCH) deit_gka.evaluate --run '$(or $(RUN),$(BASE)/runs/$(or $(MODEL),deit_tiny_gka_patch16_224))' \
+	  $(if $(DATA),--data '$(DATA)') --results '$(BASE)/results.jsonl' $(FLAGS)
+
+# The paper's ablation of projection matrices: table 5, section 4.4; size Ti on ImageNet, 300 epochs for every model.
+# Hours:     about 24 on 7 RTX 5090 of 32 GB, an estimate: 4.6 softmax and as much VLT, 7.8 GKA, 7 the hybrid
+# Expected:  top-1 72.2 softmax (Q K V O), 73.5 VLT (Q K O), 71.54 GKA (O); not run here yet
+# The last model is ours: GKA in three layers of four and softmax in the fourth, which the paper leaves to later work.
+ablate-projections: check $(ENV)  ## the paper's ablation: every kind and a hybrid at size Ti
+	$(TRAIN_VIT) --model deit_tiny_patch16_224 $(FLAGS)
+	$(TRAIN_VIT) --model deit_tiny_vlt_patch16_224 $(FLAGS)
+	$(TRAIN_VIT) --model deit_tiny_gka_patch16_224 $(FLAGS)
+	$(TRAIN_VIT) --model deit_tiny_gka_patch16_224 --attention GGGA $(FLAGS)
+	$(if $(DRY_RUN),,$(PY) -m runs.paper.ablation --runs '$(BASE)/runs')
+
 ## Results
-bench: launch  ## time attention, DeiT and GPT, on the GPU or else the CPU
-figures: launch  ## the paper's figures of RUN, MODEL or the demo (IMAGE=file, TEXT=...)
-tables claims: launch  ## the paper's tables beside ours; its claims beside what was measured
-report: launch  ## all of it in one HTML page (RUN=folder, else all of BASE)
-study: launch  ## train what is left of the study (ARGS=--list shows it)
-site: launch  ## these pages as a site with search, in out/site
+bench: $(ENV)  ## time attention, DeiT and GPT, on the GPU or else the CPU
+	$(PY) -m runs.bench.attention $(FLAGS)
+	$(PY) -m runs.bench.deit $(FLAGS)
+	$(PY) -m runs.bench.gpt $(FLAGS)
+	$(PY) -m runs.bench.report $(FLAGS)
+
+# Which figures there are to draw: of the model that RUN, MODEL, IMAGE or TEXT names, else of the demo's of both kinds.
+IS_TEXT = $(shell grep -lsE '"model_config"|"gka-gpt"' '$(RUN)/config.json' '$(RUN)/state.json' \
+            '$(RUN)'/checkpoints/*/state.json)
+DEMO    = vision $(if $(wildcard $(subst $(SPACE),\ ,$(BASE))/demo/runs/d*-gka-paper-*),language)
+DRAWN   = $(if $(RUN),$(if $(IS_TEXT),language,vision),$(if $(MODEL)$(IMAGE),vision,$(if $(TEXT),language,$(DEMO))))
+PICTURE = $(if $(IMAGE),--image '$(IMAGE)') $(if $(TEXT),--text="$$TEXT")
+WHOSE   = --demo '$(BASE)/demo' $(if $(RUN),--run '$(RUN)') $(if $(MODEL),--model $(MODEL)) $(PICTURE)
+figures: $(ENV)  ## the paper's figures of RUN, MODEL or the demo (IMAGE=file, TEXT=...)
+	$(if $(filter vision,$(DRAWN)),$(PY) -m deit_gka.draw --out '$(BASE)/figures' $(WHOSE) $(FLAGS))
+	$(if $(filter language,$(DRAWN)),$(PY) -m nanochat_gka.draw --out '$(BASE)/figures' $(WHOSE) $(FLAGS))
+
+tables: $(ENV)  ## the paper's tables beside ours
+	$(PY) -m runs.tables.paper --base '$(BASE)' $(FLAGS)
+
+claims:  ## the paper's claims, each with a verdict and its evidence
+	@cat docs/claims.md
+
+report: $(ENV)  ## all of it in one HTML page (RUN=folder, else all of BASE)
+	$(PY) -m runs.report --base '$(BASE)' $(if $(RUN),--run '$(RUN)') $(PICTURE) $(FLAGS)
+
+study: check $(ENV) $(ROWS)  ## train what is left of the study (ARGS=--list shows it)
+	$(PY) -m runs.study.train --data '$(PACKED)' --runs '$(BASE)/study' $(FLAGS)
+
+PAGES = *.md docs gka nanochat_gka deit_gka trainkit_gka runs patches tests CITATION.cff LICENSE Makefile
+site: $(ENV)  ## these pages as a site with search, in out/site
+	rm -rf out/site-source && mkdir -p out/site-source
+	git ls-files -z -- $(PAGES) | xargs -0 cp --parents --target-directory out/site-source
+	$(PY) -m mkdocs build --strict $(FLAGS)
+
 ## Patches for upstream nanochat and DeiT
-vendor diff unpatch: launch  ## clone both (or *_SRC); patch and show; take the patches out
-test-patches: launch  ## test the patches on vendor/
+vendor:  ## clone both into vendor/
+	$(PYTHON) patches/apply.py vendor
+
+diff: vendor  ## put GKA into the clones and show the difference
+	$(PYTHON) patches/apply.py apply
+	$(PYTHON) patches/apply.py diff
+
+unpatch:  ## take GKA out of the clones
+	$(PYTHON) patches/apply.py reverse
+
+.venv/.patches: patches/requirements.txt .venv/.installed
+	-.venv/bin/python -m pip install --quiet -r patches/requirements.txt && touch .venv/.patches
+
+UPSTREAM := $(and $(ENV),$(or $(NANOCHAT_SRC),$(wildcard vendor/nanochat)))
+test-patches: $(ENV) $(if $(UPSTREAM),.venv/.patches)  ## test the patches on the clones
+	$(PY) -m pytest -rs -m 'upstream or not upstream' tests/patches $(FLAGS)

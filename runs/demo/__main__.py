@@ -7,25 +7,20 @@ It runs the commands a full run would (corpus, tokenizer, pack, train, evaluate)
 beside ours. Everything is reused the second time; an interrupted demo continues where it stopped.
 """
 
+import json
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
 from runs.demo import language, vision
-from runs.demo.commands import expected_seconds, run_side_by_side
-from runs.demo.outlook import Outlook
+from runs.demo.jobs import Job, run_side_by_side
 from trainkit_gka import cli
 from trainkit_gka.cli import Count
 from trainkit_gka.progress import console
+from trainkit_gka.results import read_results
 from trainkit_gka.workers import cores
-
-# The stages, as the demo announces them.
-PREPARE = "documents, tokenizer and rows"
-TRAIN = "training"
-SAMPLE = "text from the language models"
-SHOW = "tables and pictures"
-PREPARE_SECONDS, SHOW_SECONDS = 12.0, 8.0
 
 
 @dataclass
@@ -61,38 +56,41 @@ def run_all(config: DemoConfig) -> list[Path]:
         digits = vision.train_jobs(out, config.epochs, config.wandb)
     training = [*texts.values(), *(job for jobs in digits.values() for job in jobs)]
     untrained = [job for job in training if not job.finish()]
-    sampling = language.sample_jobs(texts)
-    at_once = max(1, cores() // config.ranks)
-    stages = {
-        PREPARE: PREPARE_SECONDS if texts else 0.0,
-        TRAIN: expected_seconds(untrained, at_once),
-        SAMPLE: expected_seconds(sampling, at_once),
-        SHOW: SHOW_SECONDS,
-    }
-    outlook = Outlook({stage: seconds for stage, seconds in stages.items() if seconds})
     if texts:
-        with outlook.during(PREPARE):
-            language.prepare(out)
+        announce("documents, tokenizer and rows")
+        language.prepare(out)
     if len(untrained) < len(training):
         console.print(f"\n{len(training) - len(untrained)} of {len(training)} models are trained already")
-    for stage, jobs in ((TRAIN, untrained), (SAMPLE, sampling)):
+    at_once = max(1, cores() // config.ranks)
+    for stage, jobs in (("training", untrained), ("text from the language models", language.sample_jobs(texts))):
         if jobs:
-            with outlook.during(stage):
-                run_side_by_side(jobs, at_once, outlook)
+            announce(stage)
+            run_side_by_side(jobs, at_once)
         if not all(job.finish() for job in training):  # Ctrl-C reached a trainer alone: it has saved and left
             raise KeyboardInterrupt
-    pictures = []
-    with outlook.during(SHOW):
-        if texts:
-            pictures += language.show(texts, out)
-        if digits:
-            pictures += vision.show(digits, out)
-    if config.results:
-        if texts:
-            language.write_results(texts, out / "train.jsonl", config.results / "demo.jsonl")
-        if digits:
-            vision.write_results(digits, out / "train_deit.jsonl", config.results / "demo_vision.jsonl")
+    announce("tables and pictures")
+    pictures = language.show(texts, out) if texts else []
+    pictures += vision.show(digits, out) if digits else []
+    if config.results and texts:
+        write_results(texts.items(), out / "train.jsonl", config.results / "demo.jsonl")
+    if config.results and digits:
+        seeds = [(label, job) for label, jobs in digits.items() for job in jobs]
+        write_results(seeds, out / "train_deit.jsonl", config.results / "demo_vision.jsonl")
     return pictures
+
+
+def announce(stage: str) -> None:
+    """Print the name of the stage that begins."""
+    console.print(f"\n== {stage}", style="bold", highlight=False, markup=False)
+
+
+def write_results(jobs: Iterable[tuple[str, Job]], trained: Path, results: Path) -> None:
+    """Write the runs' records out of the file `trained`, with their labels, to `results`."""
+    records = {record["config"].get("model_tag"): record for record in read_results(trained)}
+    results.parent.mkdir(parents=True, exist_ok=True)
+    with open(results, "w") as file:
+        for label, job in jobs:
+            file.write(json.dumps({**records[job.folder.name], "label": label}) + "\n")
 
 
 def main(config: DemoConfig) -> None:

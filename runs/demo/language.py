@@ -3,7 +3,6 @@
 Every step is the command that a full run would take: corpus, tokenizer, pack, train, evaluate.
 """
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,8 +10,7 @@ from typing import Any
 from gka.kinds import KINDS
 from nanochat_gka.train import Trainer
 from runs.demo import pictures, report
-from runs.jobs import START_SECONDS, Job
-from runs.launch import command, run
+from runs.demo.jobs import START_SECONDS, Job, run
 from trainkit_gka.results import read_results
 
 VOCAB, SEQUENCE_LEN = 2048, 256
@@ -78,10 +76,10 @@ def words(flags: dict[str, Any]) -> list[Any]:
 def prepare(out: Path) -> None:
     """Make the corpus, the tokenizer and the packed rows in `out`."""
     corpus, tokenizer, packed = out / "corpus", out / "tokenizer", out / "packed"
-    rows = ["--sequence-len", SEQUENCE_LEN, "--split-documents", "no", "--out", packed]  # as runs/results has them
-    run(command("nanochat_gka.corpus", ["--source", "builtin", "--out", corpus]))
-    run(command("nanochat_gka.tokenizer", ["--corpus", corpus, "--out", tokenizer, "--vocab-size", VOCAB]))
-    run(command("nanochat_gka.pack", ["--corpus", corpus, "--tokenizer", tokenizer, *rows]))
+    rows = ["--sequence-len", SEQUENCE_LEN, "--split-documents", "no"]  # as runs/results has them
+    run("nanochat_gka.corpus", ["--source", "builtin", "--out", corpus])
+    run("nanochat_gka.tokenizer", ["--corpus", corpus, "--out", tokenizer, "--vocab-size", VOCAB])
+    run("nanochat_gka.pack", ["--corpus", corpus, "--tokenizer", tokenizer, *rows, "--out", packed])
 
 
 def train_jobs(out: Path, depth: int, steps: int, ranks: int, wandb: str) -> dict[str, Job]:
@@ -134,12 +132,3 @@ def show(jobs: dict[str, Job], out: Path) -> list[Path]:
     if sigma:
         drawn.append(pictures.draw_bandwidths(sigma, out / "bandwidths.png"))
     return drawn
-
-
-def write_results(jobs: dict[str, Job], trained: Path, results: Path) -> None:
-    """Write the runs' records out of the file `trained`, with their labels, to `results`."""
-    records = {record["config"].get("model_tag"): record for record in read_results(trained)}
-    results.parent.mkdir(parents=True, exist_ok=True)
-    with open(results, "w") as file:
-        for label, job in jobs.items():
-            file.write(json.dumps({**records[job.folder.name], "label": label}) + "\n")

@@ -4,7 +4,6 @@ Every run is the trainer's own command. The demo reports accuracy on the third o
 learned bandwidths and what the CLS tokens look at.
 """
 
-import json
 import statistics
 from pathlib import Path
 
@@ -18,10 +17,9 @@ from deit_gka.model.registry import model_name
 from deit_gka.train import Trainer
 from gka.kinds import KINDS
 from runs.demo import pictures
-from runs.jobs import START_SECONDS, Job
+from runs.demo.jobs import START_SECONDS, Job
 from runs.table import Table
 from trainkit_gka.progress import console
-from trainkit_gka.results import read_results
 
 SEEDS = (0, 1)
 EXPECTED_TOP1 = 95.0
@@ -111,13 +109,3 @@ def draw_attention(jobs: Jobs, out: Path) -> Path:
     images = torch.stack([transform(decode(source.read(first[digit])[0])) for digit in sorted(first)])
     models = {label: load_run(find_checkpoint(seeds[0].folder), "ema", "cpu") for label, seeds in jobs.items()}
     return draw_cls_attention(models, images, out / "digits_cls_attention.png", titles=source.classes)
-
-
-def write_results(jobs: Jobs, trained: Path, results: Path) -> None:
-    """Write the runs' records out of the file `trained`, with their labels, to `results`."""
-    records = {record["config"].get("model_tag"): record for record in read_results(trained)}
-    results.parent.mkdir(parents=True, exist_ok=True)
-    with open(results, "w") as file:
-        for label, seeds in jobs.items():
-            for job in seeds:
-                file.write(json.dumps({**records[job.folder.name], "label": label}) + "\n")

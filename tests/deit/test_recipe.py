@@ -7,7 +7,7 @@ import pytest
 import tiny_vision
 from deit_gka.recipe import Recipe
 from digit_runs import accuracy
-from runs.make import SMALL_VISION
+from runs.check import SMALL_VISION
 from trainkit_gka.cli import UserError, flag_of
 
 PAPER = dict(  # paper, section 4.1

@@ -1,19 +1,64 @@
-"""What the Makefile itself says it has: its targets and its settings."""
+"""The Makefile in a copy of what it needs, and in place of the environment's Python a script that notes its calls."""
 
+import os
 import re
+import shlex
+import shutil
+import subprocess
+from pathlib import Path
 
 from sources import ROOT
 
 TEXT = (ROOT / "Makefile").read_text()
+TARGETS = re.findall(r"^([a-z][a-z0-9-]*):.*  ## ", TEXT, re.MULTILINE)
+SETTINGS = re.search(r"^SETTINGS := ((?:.*\\\n)*.*)$", TEXT, re.MULTILINE)[1].replace("\\\n", " ").split()
+FILES = ("Makefile", "requirements.txt", "pyproject.toml", "runs/check.py", "trainkit_gka/gpus.py", "patches/apply.py")
+VARIABLES = {"MFLAGS", "CUDA_VISIBLE_DEVICES", "PYTHONPATH", *SETTINGS}
 
 
-def _words(start: str) -> list[str]:
-    """The words of a definition or rule, with its continued lines."""
-    return re.search(rf"^{start} *((?:.*\\\n)*.*)$", TEXT, re.MULTILINE)[1].replace("\\\n", " ").split()
+class Tree:
+    """A folder where make runs. settings: by name, for every call."""
 
+    def __init__(self, folder: Path, **settings: str):
+        self.folder, self.settings = folder, settings
+        for name in FILES:
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / name, folder / name)
+        self.environment = {
+            name: value for name, value in os.environ.items() if name not in VARIABLES and not name.startswith("MAKE")
+        }
 
-SETTINGS = _words("SETTINGS +:=")
-TARGETS = [name for names in re.findall(r"^([a-z0-9 -]+): launch  ##", TEXT, re.MULTILINE) for name in names.split()]
-# The files of runs/ that make runs before there is an environment.
-RECIPES = ("paper/gpt_d20_gka", "paper/gpt_d20_softmax", "study/gpt_d20_best", "study/gpt_small")
-LAUNCHER = ("make", "commands", "settings", *RECIPES)
+    def command(self, *words: str, **settings: str) -> list[str]:
+        settings = {**self.settings, **settings}
+        return [
+            "make",
+            "-C",
+            str(self.folder),
+            "--no-print-directory",
+            *words,
+            *(f"{k}={v}" for k, v in settings.items()),
+        ]
+
+    def make(self, *words: str, **settings: str) -> subprocess.CompletedProcess:
+        return subprocess.run(self.command(*words, **settings), capture_output=True, text=True, env=self.environment)
+
+    def record(self, script: str = "") -> None:
+        """Make ENV_PYTHON a script that notes the words of each call, and then runs `script`."""
+        python = self.folder / "my env/python"
+        python.parent.mkdir()
+        python.write_text(f'#!/bin/sh\nprintf "%s\\0" "$@" >> calls\nprintf "\\n\\0" >> calls\n{script}\n')
+        python.chmod(0o755)
+        self.settings["ENV_PYTHON"] = str(python)
+
+    def calls(self) -> list[list[str]]:
+        """The words of the calls so far, from the module on."""
+        file = self.folder / "calls"
+        text = file.read_text() if file.exists() else ""
+        return [call.strip("\0").split("\0")[1:] for call in text.split("\0\n")[:-1]]
+
+    def lines(self, target: str, **settings: str) -> list[list[str]]:
+        """The words of the commands that `make -n` shows, from the module on."""
+        done = self.make("-n", target, **settings)
+        assert done.returncode == 0, done.stderr
+        lines = done.stdout.replace("\\\n", " ").splitlines()
+        return [shlex.split(line)[2:] for line in lines if " -m " in line and "runs.check" not in line]
