@@ -104,11 +104,7 @@ PRESET    = --attention gka --head-offsets PS --gka-values normalised --value-em
 SHELL     := bash
 MAKEFLAGS += --no-builtin-rules
 .NOTPARALLEL:
-.PHONY: help setup clean demo test test-gpu lint check data tokenizer tokenize sample export eval-bpb eval-bpb-base
-.PHONY: eval-core eval-core-base pretrain-d20 pretrain-d20-base pretrain-d20-best pretrain-small eval-deit
-.PHONY: train-deit-ti train-deit-s train-deit-b train-deit-ti-base train-deit-s-base train-deit-b-base
-.PHONY: train-deit-ti-vlt train-deit-s-vlt train-deit-b-vlt ablate-projections bench figures tables claims report
-.PHONY: study site vendor diff unpatch test-patches
+.PHONY: $(shell sed -n 's/^\([a-z][a-z0-9-]*\):.*/\1/p' Makefile)
 
 ## Start
 help:  ## list targets and settings

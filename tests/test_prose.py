@@ -86,7 +86,7 @@ def test_links_between_pages_resolve(path):
         assert not anchor or anchor in anchors(linked), target
 
 
-@pytest.mark.parametrize("path", PAGES, ids=str)
+@pytest.mark.parametrize("path", [path for path in PAGES if path != Path("CHANGELOG.md")], ids=str)
 def test_make_targets_that_a_page_names_exist(path):
     rules = targets()
     named = {name for word in MAKE.findall(commands(path)) for name in expand(word)}
