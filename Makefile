@@ -266,7 +266,7 @@ figures: $(ENV)  ## the paper's figures of RUN, MODEL or the demo (IMAGE=file, T
 	$(if $(filter language,$(DRAWN)),$(PY) -m nanochat_gka.draw --out '$(BASE)/figures' $(WHOSE) $(FLAGS))
 
 tables: $(ENV)  ## the paper's tables beside ours
-	$(PY) -m runs.tables.paper --base '$(BASE)' $(FLAGS)
+	$(PY) -m runs.tables --base '$(BASE)' $(FLAGS)
 
 claims:  ## the paper's claims, each with a verdict and its evidence
 	@cat docs/claims.md

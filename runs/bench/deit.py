@@ -40,7 +40,7 @@ from runs.bench import models
 from runs.bench.models import CandidateKey
 from runs.bench.program import ComparisonConfig, Counts, Recorder
 from runs.bench.timing import Measurement, Plan, interleave, release_memory
-from runs.paper.deit import SIZE_NAMES
+from runs.paper.published import SIZE_NAMES
 from trainkit_gka import compiling
 from trainkit_gka.cli import UserError, run
 from trainkit_gka.distributed import setup
