@@ -108,26 +108,22 @@ def _piece(subject: Subject, place: tuple[int, int]) -> np.ndarray:
 
 
 def _draw_patches(axes, subject: Subject, places: Sequence[tuple[int, int]], pieces: Sequence[np.ndarray]) -> None:
-    """The image with the chosen patches outlined, and below it the patches."""
-    image, first, second = axes
+    """The image with the chosen patches outlined, and below it the patches, in two rows."""
     bare(axes)
-    image.imshow(subject.pixels)
-    half = (len(places) + 1) // 2
-    for name, place in zip(_names(places), places):
-        frame(image, place, subject.tokens.patch)
-        (row, column), (height, width) = place, subject.tokens.patch
-        words = image.text((column + 0.5) * width - 0.5, (row + 0.5) * height - 0.5, name, color=BOX, fontsize=9)
-        words.set(ha="center", va="center_baseline", fontweight="bold", zorder=10)
-        words.set_path_effects([withStroke(linewidth=2.5, foreground="black")])
-    for axis, start in ((first, 0), (second, half)):
-        group = pieces[start : start + half]
-        if group:
-            between = np.ones((group[0].shape[0], max(1, group[0].shape[1] // 8), 3))
-            axis.imshow(np.concatenate([part for piece in group for part in (piece, between)][:-1], axis=1))
-            step = group[0].shape[1] + between.shape[1]
-            for number, name in enumerate(_names(places)[start : start + half]):
-                centre = number * step + group[0].shape[1] / 2 - 0.5
-                axis.text(centre, -0.8, name, ha="center", va="bottom", fontsize=9)
+    axes[0].imshow(subject.pixels)
+    (height, width), names, half = subject.tokens.patch, _names(places), (len(places) + 1) // 2
+    for name, (row, column) in zip(names, places):
+        frame(axes[0], (row, column), (height, width))
+        centre = (column + 0.5) * width - 0.5, (row + 0.5) * height - 0.5
+        word = axes[0].text(*centre, name, color=BOX, fontsize=9, ha="center", va="center_baseline", zorder=10)
+        word.set(fontweight="bold", path_effects=[withStroke(linewidth=2.5, foreground="black")])
+    gap = max(1, width // 8)
+    for axis, group in zip(axes[1:], (slice(0, half), slice(half, None))):
+        strip = [np.pad(piece, ((0, 0), (0, gap), (0, 0)), constant_values=1) for piece in pieces[group]]
+        if strip:
+            axis.imshow(np.concatenate(strip, axis=1)[:, :-gap])
+        for number, name in enumerate(names[group]):
+            axis.text(number * (width + gap) + width / 2 - 0.5, -0.8, name, ha="center", va="bottom", fontsize=9)
 
 
 def _draw_matrix(axis, matrix: torch.Tensor) -> None:

@@ -8,7 +8,7 @@ import torch
 
 from deit_gka.data.transforms import eval_transform
 from deit_gka.figures.bandwidths import ranked, relative_bandwidths
-from deit_gka.figures.deletion import deletion_curve, draw_deletion, orders, without
+from deit_gka.figures.deletion import deletion_curve, draw_deletion, without
 from deit_gka.figures.explanation import choose_tokens, few_weights
 from deit_gka.figures.matrices import off_diagonal, subsample
 from deit_gka.figures.measures import Tokens, attended_distance
@@ -199,15 +199,6 @@ def test_the_area_says_when_the_patch_that_counts_is_deleted(subject, place, are
     np.testing.assert_allclose(shares, np.arange(9) / 8)
     np.testing.assert_array_equal(curve, shares <= place / 8)
     assert np.trapezoid(curve, shares) == pytest.approx(area)
-
-
-def test_orders_are_those_of_the_attention(subject):
-    by_name, tokens = orders(subject), subject.tokens
-    weights = [layer.weights for layer in subject.layers]
-    for name, row in (("rollout", rollout(weights, tokens)[0, 1:]), ("CLS", weights[-1].mean(0)[0, 1:])):
-        assert (row[by_name[name][0]].diff() <= 0).all() and sorted(by_name[name][0].tolist()) == list(range(8))
-    assert len({tuple(order.tolist()) for order in by_name["random"]}) > 1
-    assert all(torch.equal(again, order) for again, order in zip(orders(subject)["random"], by_name["random"]))
 
 
 def test_the_curves_of_a_model_start_at_its_own_probability(figures, tmp_path):

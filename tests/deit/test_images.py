@@ -152,50 +152,32 @@ def test_an_image_that_a_transform_refuses_is_broken(training):
         Images(Numbers(3), exhausted, training).__getitems__([Key(0, 0)])
 
 
-# Images of odd modes and shapes
+# Long images
 
 
-class Encoded(Numbers):
-    """Image i is the i-th of these bytes, and i its label."""
+class Long(Numbers):
+    """One grey image of this shape."""
 
-    def __init__(self, data):
-        super().__init__(len(data))
-        self.data = data
+    def __init__(self, shape):
+        super().__init__(1)
+        self.shape = shape
 
     def read(self, index):
-        return self.data[index], index, "odd"
-
-
-def normalised(value, size):
-    mean, std = torch.tensor([0.485, 0.456, 0.406]), torch.tensor([0.229, 0.224, 0.225])
-    return ((value / 255 - mean) / std)[:, None, None].expand(3, size, size)
-
-
-def test_odd_images_can_be_augmented():
-    grey, deep = Image.new("L", (20, 20), 100), Image.fromarray(np.full((20, 20), 100 * 257, np.uint16))
-    colours = [photo(3).convert("CMYK"), photo(4).convert("P"), photo(5).convert("RGBA"), photo(6, size=(300, 2))]
-    images = [grey, deep, *colours, Image.new("RGB", (1, 1), (9, 9, 9))]
-    source = Encoded([encoded(image, "TIFF") for image in images])
-    recipe = small_recipe(aa="rand-m10-n4-inc1", reprob=0.5)
-    keys = [Key(item, seed) for item in range(len(images)) for seed in range(15)]
-    batch = Images(source, train_transform(recipe), training=True).__getitems__(keys)
-    assert not batch.broken and batch.images.shape == (len(keys), 3, SIZE, SIZE) and batch.images.isfinite().all()
-    (clean,) = evaluation_batches(source, eval_transform(SIZE, 0.875), runtime(), 100, 0)
-    for place in (0, 1):
-        torch.testing.assert_close(clean.images[place], normalised(100, SIZE), rtol=1e-5, atol=1e-5)
+        return encoded(Image.new("L", self.shape, 100), "PNG"), 0, "long"
 
 
 @pytest.mark.parametrize("shape", [(1, 30_000), (30_000, 1), (4000, 3)], ids=["tall", "wide", "flat"])
 def test_very_long_images_take_little_memory(shape):
     """Resized whole the first would be 256 x 7,680,000 pixels. A grey image is grey whatever its shape."""
-    source = Encoded([encoded(Image.new("L", shape, 100), "PNG")])
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    source, before = Long(shape), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     (batch,) = evaluation_batches(source, eval_transform(224, 0.875), runtime(), 4, 0)
     recipe = small_recipe(three_augment=True, src=True, color_jitter=0)
     trained = Images(source, train_transform(recipe), training=True).__getitems__([Key(0, 1)])
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100_000  # KiB
     assert not batch.broken and trained.images.shape == (1, 3, SIZE, SIZE)
-    torch.testing.assert_close(batch.images[0], normalised(100, 224), rtol=1e-5, atol=1e-5)
+    mean, std = torch.tensor([0.485, 0.456, 0.406]), torch.tensor([0.229, 0.224, 0.225])
+    grey = ((100 / 255 - mean) / std)[:, None, None].expand(3, 224, 224)
+    torch.testing.assert_close(batch.images[0], grey, rtol=1e-5, atol=1e-5)
 
 
 # Evaluation

@@ -59,14 +59,6 @@ def test_plain_form_computes_the_same(attention, qkv_bias, images, monkeypatch):
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
-@pytest.mark.parametrize("more", [dict(qk_norm=True), dict(scale_attn_norm=True), dict(attn_layer="diff")], ids=str)
-def test_plain_form_of_timms_attention_with_more_to_it(more, images):
-    """Norms and differential attention are not softmax(Q K^T) V; such layers stay as they are."""
-    model = trained("softmax", **more)
-    with torch.no_grad():
-        assert_computes_the_same(model, plain(model)(images), images)
-
-
 @needs_onnx
 @pytest.mark.parametrize(
     "settings",
