@@ -54,11 +54,11 @@ def test_binary_cross_entropy_counts_every_class():
 
 def test_teacher_normalises_and_is_never_trained():
     model = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3), torch.nn.BatchNorm2d(4), torch.nn.Flatten())
-    raw, own = torch.rand(2, 3, 8, 8), ((0.5, 0.5, 0.5), (0.25, 0.5, 1.0))
-    expected = model.eval()((raw - 0.5) / torch.tensor(own[1]).view(3, 1, 1)).detach()
+    raw, colours = torch.rand(2, 3, 8, 8), ((0.5, 0.5, 0.5), (0.25, 0.5, 1.0))
+    expected = model.eval()((raw - 0.5) / torch.tensor(colours[1]).view(3, 1, 1)).detach()
     imagenet = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
     for student in (imagenet, ((0.1, 0.2, 0.3), (0.5, 1.0, 0.2))):
-        teacher = Teacher(model, *own, (8, 8), *([] if student == imagenet else [student])).train()
+        teacher = Teacher(model, *colours, (8, 8), *([] if student == imagenet else [student])).train()
         mean, std = (torch.tensor(values).view(3, 1, 1) for values in student)
         answers = teacher((raw - mean) / std)
         torch.testing.assert_close(answers, expected, rtol=1e-4, atol=1e-5)

@@ -295,11 +295,11 @@ def test_a_run_keeps_the_parts_of_its_data(configurations, tmp_path, capsys):
     argv = [*flags(data, tmp_path, *more), "--target-key", "coarse"]
     assert "--target-key" in in_process(training.main, TrainConfig, *argv, capsys=capsys)
     train(data, tmp_path, *more)
-    finished = json.loads((tmp_path / "results.jsonl").read_text())
+    trained = json.loads((tmp_path / "results.jsonl").read_text())
     again = evaluated(tmp_path, "--run", tmp_path / "run")
-    assert again["config"]["data"] == data and named.items() <= finished["config"].items()
+    assert again["config"]["data"] == data and named.items() <= trained["config"].items()
     assert named.items() <= again["config"].items()
-    assert all(again["metrics"]["model"][key] == finished["metrics"][key] for key in ("top1", "images"))
+    assert all(again["metrics"]["model"][key] == trained["metrics"][key] for key in ("top1", "images"))
     other = evaluated(tmp_path, "--run", tmp_path / "run", "--data", data, "--val-split", "train")
     assert other["metrics"]["model"]["images"] == 24  # the rest is still the run's
     other, note = evaluate.completed(evaluate.EvaluateConfig(run=tmp_path / "run", data="digits", target_key="x"))

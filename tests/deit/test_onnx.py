@@ -35,13 +35,13 @@ def trained(kind="gka", **settings):
     return model.eval()
 
 
-def assert_computes_the_same(model, given, images):
+def assert_computes_the_same(model, outputs, images):
     """Twice plain float32's error, and the roundings that models' gates allow."""
     with torch.no_grad():
         torchs, expected = model(images).double(), model.double()(images.double())
     model.float()
     allowed = 2 * (torchs - expected).norm() + 32 * torch.finfo(torch.float32).eps * expected.norm()
-    assert (given.double() - expected).norm() <= allowed
+    assert (outputs.double() - expected).norm() <= allowed
 
 
 @pytest.mark.parametrize("attention", ["softmax", "gka", "vlt", "GAV"])
