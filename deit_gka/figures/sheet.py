@@ -9,7 +9,7 @@ import torch
 from matplotlib import colormaps
 from torch import nn
 
-from deit_gka.figures.subjects import Subject
+from deit_gka.figures.subjects import ImageSubject
 from trainkit_gka.figures.sheet import CMAP, bare, label_layers, name_above, save, sheet
 from trainkit_gka.plots import Figure
 
@@ -19,30 +19,30 @@ BOX = "cyan"  # of the outline of a patch
 # Several models on several images
 
 
-def by_image(subjects: Sequence[Subject]) -> list[list[Subject]]:
+def by_image(subjects: Sequence[ImageSubject]) -> list[list[ImageSubject]]:
     """A list for every image: the models on it, in their order, without repetitions."""
     return _grouped([subject for subject in subjects if not subject.repeats], "image")
 
 
-def by_model(subjects: Sequence[Subject]) -> list[list[Subject]]:
+def by_model(subjects: Sequence[ImageSubject]) -> list[list[ImageSubject]]:
     """A list for every model: its subjects, in the order of the images, without repetitions."""
     return _grouped([subject for subject in subjects if not subject.repeats], "about")
 
 
-def runs_of_recipe(subjects: Sequence[Subject]) -> list[list[Subject]]:
+def runs_of_recipe(subjects: Sequence[ImageSubject]) -> list[list[ImageSubject]]:
     """The subjects of the first model, and of those that repeat it with other seeds: a list for each."""
     about = subjects[0].about
     return _grouped([subject for subject in subjects if about in (subject.about, subject.repeats)], "about")
 
 
-def _grouped(subjects: Sequence[Subject], name: str) -> list[list[Subject]]:
-    groups: dict[str, list[Subject]] = {}
+def _grouped(subjects: Sequence[ImageSubject], name: str) -> list[list[ImageSubject]]:
+    groups: dict[str, list[ImageSubject]] = {}
     for subject in subjects:
         groups.setdefault(getattr(subject, name), []).append(subject)
     return list(groups.values())
 
 
-def caption(models: Sequence[Subject], *sentences: str) -> str:
+def caption(models: Sequence[ImageSubject], *sentences: str) -> str:
     """Models and image of a figure (all models are on one image), then the sentences."""
     first = models[0]
     if all((each.pixels.shape, each.tokens) == (first.pixels.shape, first.tokens) for each in models):
@@ -51,7 +51,7 @@ def caption(models: Sequence[Subject], *sentences: str) -> str:
 
 
 def draw_sheet(
-    models: Sequence[Subject],
+    models: Sequence[ImageSubject],
     path: Path,
     title: str,
     text: str,
@@ -104,7 +104,7 @@ def label_heads(axes) -> None:
 # Maps of an image's patches
 
 
-def cell_size(subject: Subject, inches: float) -> tuple[float, float]:
+def cell_size(subject: ImageSubject, inches: float) -> tuple[float, float]:
     """Width and height of a cell for the image, whose longer side is `inches`."""
     height, width = subject.pixels.shape[:2]
     return inches * width / max(height, width), inches * height / max(height, width)

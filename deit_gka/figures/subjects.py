@@ -25,7 +25,7 @@ from timm.data import (
 from timm.models import VisionTransformer
 from torch import nn
 
-from deit_gka.data.sources import BrokenImage, DataParts, Record, Source, Stream, decode, open_source
+from deit_gka.data.sources import BrokenImage, DataParts, ImageSource, ImageStream, Record, decode, open_source
 from deit_gka.data.transforms import eval_transform
 from deit_gka.figures.maps import LayerMaps, attention_maps
 from deit_gka.figures.measures import Tokens
@@ -53,7 +53,7 @@ MOST_PATCHES = 4096  # 1024 × 1024 pixels: W of 12 layers and 12 heads takes 10
 
 
 @dataclass(frozen=True)
-class Subject:
+class ImageSubject:
     """One model's attention on one image."""
 
     model: str  # the name of its folder of figures
@@ -231,13 +231,13 @@ def own_images(run: Path, network: bool = True) -> dict[str, Image.Image]:
     if data.startswith(("hf:", "hf-stream:")) and not network:
         raise UserError(f"{data} would need the network")
     source = open_source(data, "val", DataParts(**state["parts"]))
-    stream = isinstance(source, Stream)
+    stream = isinstance(source, ImageStream)
     records = islice(source.records(0, 0, 1), STREAMED) if stream else map(source.read, range(len(source)))
     return first_of_classes(source, records)
 
 
 def first_of_classes(
-    source: Source | Stream, records: Iterable[Record], most: int = NUM_IMAGES
+    source: ImageSource | ImageStream, records: Iterable[Record], most: int = NUM_IMAGES
 ) -> dict[str, Image.Image]:
     """Name of a class -> its first image, for the first `most` classes."""
     data = re.split(r"[/:]", source.name.rstrip("/"))[-1]
@@ -251,7 +251,7 @@ def first_of_classes(
     return images
 
 
-def subjects_of(drawn: DrawnModel, images: dict[str, Image.Image], repeats: str = "") -> list[Subject]:
+def subjects_of(drawn: DrawnModel, images: dict[str, Image.Image], repeats: str = "") -> list[ImageSubject]:
     """The model's attention on each of the images, from one forward pass of all of them.
 
     repeats: `about` of another model of which this is another seed. It then counts in that model's mean and range and
@@ -270,7 +270,7 @@ def subjects_of(drawn: DrawnModel, images: dict[str, Image.Image], repeats: str 
         return model(((images - mean) / std).movedim(-1, 1)).softmax(-1)
 
     return [
-        Subject(drawn.name, drawn.about, name, pixels[i], tokens, [layer.of_image(i) for layer in layers],
+        ImageSubject(drawn.name, drawn.about, name, pixels[i], tokens, [layer.of_image(i) for layer in layers],
                 probabilities, drawn.classes, repeats)
         for i, name in enumerate(images)
     ]  # fmt: skip
