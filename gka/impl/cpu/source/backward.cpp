@@ -3,9 +3,10 @@
 //
 //   M_rc = K_rc (v_r.g_c - delta_c)  (+ the same with r and c exchanged where half of a symmetric K stands for all)
 //
-// Foreign keys: K is W itself, g_i = grad_y_i, and delta_i = sum_j W_ij g_i.v_j of the numbers that M has: rounding
-// cancels in rows with one key that counts. That key may be far, where with own keys it is x_i itself, and would move
-// much with what g_i.y_i leaves of it. A block therefore has all keys that its queries see.
+// Other keys: K is W itself, g_i = grad_y_i, and delta_i = sum_j W_ij g_i.v_j is computed from the products that M has,
+// not as g_i.y_i. Then M's rounding error cancels in a row where one key has nearly all the weight. That matters
+// because the error is multiplied by the distance of that key, which in self-attention is 0. A block has all keys that
+// its queries see, so that delta is known in time.
 #include "backward_head.h"
 #include "few.h"
 
@@ -13,8 +14,8 @@ namespace {
 
 using namespace gka;
 
-// v_r.g_c - delta_c, if both ways + g_r.v_c - delta_r, into the block. Taken from sums that are done, delta would round
-// alike in most of a row.
+// v_r.g_c - delta_c, with BOTH_WAYS + g_r.v_c - delta_r, into the block. The sums begin at -delta: subtracted from the
+// finished sums, delta would round the same way in most of a row.
 template <int V, bool BOTH_WAYS>
 GKA_INLINE void pull(const Backward& head, const Block& block, int64_t r0, int64_t c0) {
   Vector acc[TILE_ROWS][V];
@@ -43,7 +44,7 @@ struct OwnTile {
     multiply(head.key.panel(r0), head.query.panel(c0), head.head_dim, acc);
     GKA_UNROLL for (int v = 0; v < V; v++) down[v] = Vector::all(0.0f);
     const Vector inverse = Vector::all(head.inverse), zero = Vector::all(0.0f);
-    Vector pairs = zero, twice = zero;  // M times exponents; in diagonal units every pair comes twice
+    Vector pairs = zero, twice = zero;  // M times exponents; diagonal units have every pair twice
     GKA_UNROLL for (int i = 0; i < TILE_ROWS; i++) {
       const int64_t r = r0 + i;
       Vector norm = Vector::all(head.key.half_norm[r]), across = zero;
@@ -59,7 +60,7 @@ struct OwnTile {
         if (diagonal) twice = fma(m, e, twice);
         else pairs = fma(m, e, pairs);
         m = m * inverse;
-        if (r >= c && r < c + L) m = zero.keep(r - c, r - c, m);  // x_i - x_i = 0, of which rounding would leave some
+        if (r >= c && r < c + L) m = zero.keep(r - c, r - c, m);  // its factor x_i - x_i is 0, but would be rounded
         m.store(block.m + o);
         if (!diagonal) down[v] = down[v] + m;
         across = across + m;
@@ -71,7 +72,7 @@ struct OwnTile {
   }
 };
 
-// Exponents of foreign keys, and what each query needs of all its keys.
+// Exponents for other keys, and each query's sums over its keys.
 struct ForeignTile {
   const Backward& head;
   const Block& block;
@@ -103,7 +104,7 @@ struct ForeignTile {
   }
 };
 
-// The exponents and products of a block of foreign keys become W and M.
+// Turn the exponents and products of a block of other keys into W and M.
 void weigh(const Backward& head, const Block& block) {
   constexpr int64_t L = Vector::LANES;
   const Vector inverse = Vector::all(head.inverse);
@@ -122,7 +123,7 @@ void weigh(const Backward& head, const Block& block) {
     Vector moment = zero, sum = zero;
     for (int64_t r = keys.begin; r < keys.end; r += L) {
       const bool masked = head.reach.hides({r, r + L}, {c, c + L});
-      Vector m[L], moments = zero, column = zero;  // of a few keys first: many small numbers would round one way
+      Vector m[L], moments = zero, column = zero;  // of a few keys first: sums of many small numbers round one way
       GKA_UNROLL for (int64_t i = 0; i < L; i++) {
         m[i] = zero;
         if (r + i >= keys.end) continue;
@@ -131,7 +132,7 @@ void weigh(const Backward& head, const Block& block) {
         Vector w = exp2(e - level);
         w = fma(w, share, w * share_left);
         const Vector f = Vector::load(block.m + o), above = f - delta;
-        const Vector lost = ((f - above) - delta).or_zero();  // by rounding, alike in most of a row; NaN if infinite
+        const Vector lost = ((f - above) - delta).or_zero();  // rounding error of `above`; NaN if that is infinite
         m[i] = fma(w, above, w * lost);
         if (masked) w = visible(head.reach, r + i, c, w, zero), m[i] = visible(head.reach, r + i, c, m[i], zero);
         w.store(block.k + o);
@@ -173,7 +174,7 @@ void run_part(const GkaRequest& q, const Plan& plan, int64_t index, int64_t part
   head.fill(q, index);
   head.fill_gradients(q, index);
   std::memset(scratch + head.totals, 0, (head.totals_end - head.totals) * sizeof(float));
-  if (part == 0) *head.dlog_sigma = head.left;  // what `usual` takes from all
+  if (part == 0) *head.dlog_sigma = head.removed;  // which subtracting `usual` removes
   each_block(plan, head, part, [&](Range keys, Range queries) {
     Block block{keys, queries, block_stride(plan), head.k, head.m};
     if (head.reach.symmetric) {
@@ -188,7 +189,7 @@ void run_part(const GkaRequest& q, const Plan& plan, int64_t index, int64_t part
   });
 }
 
-// out_i = mixed_i - sum_i x_i for a range of tokens, from what all parts of the head have added up.
+// out_i = mixed_i - sum_i x_i for a range of tokens, from the sums of all parts of the head.
 void write(Range range, const Plan& plan, int64_t slot_size, const Sums& mixed, const double* sums,
            const Tokens& tokens, const Source& out, int64_t head_dim) {
   range = range.within({0, tokens.count});

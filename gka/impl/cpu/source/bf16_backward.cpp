@@ -4,12 +4,13 @@
 //   dx_i = (1 / sigma^2) sum_j M_ij (x_j - x_i) + sum_j [j sees i] K_ij g_j
 //   M_ij = K_ij ([i sees j] (g_i.v_j - delta_i) + [j sees i] (v_i.g_j - delta_j))
 //
-// Foreign keys: K is W itself, 2^(exponent - level), and g_i = grad_y_i. A query gathers with the first of M's two
-// terms, a key with the second, and K_ij g_j for its value. As M's rows sum to 0, exponents may be measured from
-// anywhere for dlog_sigma: from the row's mean weight, where what rounding left of that sum has the least effect.
+// Other keys: K is W itself, 2^(exponent - level), and g_i = grad_y_i. A query gathers with the first of M's two terms,
+// a key with the second, and K_ij g_j for its value. M's rows sum to 0, so for dlog_sigma any constant may be
+// subtracted from a row's exponents: that of the mean weight is, with which the rounding error of the sum has the least
+// effect.
 //
-// Every token gathers its gradient from all tokens that it sees and all that see it, so nothing is added up across
-// stripes, and no transposed copies are needed. Where the mask or K is not symmetric, K is computed twice for that.
+// Every token gathers its gradient from all tokens that it sees and all that see it, so no sums cross stripes and no
+// transposed copies are needed. If the mask or K is not symmetric, K is therefore computed twice.
 #include "request.h"
 #if defined(__AVX512F__)
 #include "bf16_head.h"
@@ -88,9 +89,9 @@ struct Backward {
         Half* row = grad.rows + i * grad.depth() + d;
         const __m256i g = narrow(_mm512_mul_ps(load_half(row, UNIT), share));
         _mm256_storeu_si256(reinterpret_cast<__m256i*>(row), g);
-        const int64_t left = q.head_dim - d;
-        __m512 mixed = load_half(y.row(i) + d, left);
-        if (q.residual.data) mixed = _mm512_add_ps(mixed, load_half(residual.row(i) + d, left));
+        const int64_t channels = q.head_dim - d;
+        __m512 mixed = load_half(y.row(i) + d, channels);
+        if (q.residual.data) mixed = _mm512_add_ps(mixed, load_half(residual.row(i) + d, channels));
         sum = _mm512_fmadd_ps(widen(g), mixed, sum);
       }
       delta[i] = _mm512_reduce_add_ps(sum);
@@ -147,12 +148,12 @@ struct Backward {
       if (ROLES != KEY) f = V::of([&](int v) { return _mm512_sub_ps(f.v[v], _mm512_set1_ps(delta[row + i + v / 2])); });
       if (ROLES != QUERY && !SEPARATE) f = V::of([&](int v) { return _mm512_sub_ps(f.v[v], delta_columns[v % 2]); });
       if (MASKED) {
-        // Hidden elements must not meet a K that is not a number, and those on the diagonal move nothing.
+        // Hidden elements must not be multiplied with a K that is NaN; those on the diagonal have no gradient.
         GKA_UNROLL for (int v = 0; v < 2 * ROWS; v++) {
           const int64_t token = row + i + v / 2, column = c + v % 2 * UNIT;
-          const __mmask16 own = ROLES == BOTH ? lanes({token, token + 1}, column) : 0;
-          const __mmask16 query = ROLES == KEY ? 0 : lanes(seen_from(reach, token), column) & ~own;
-          const __mmask16 key = ROLES == QUERY ? 0 : lanes(reach.seen_by(token), column) & ~own;
+          const __mmask16 diagonal = ROLES == BOTH ? lanes({token, token + 1}, column) : 0;
+          const __mmask16 query = ROLES == KEY ? 0 : lanes(seen_from(reach, token), column) & ~diagonal;
+          const __mmask16 key = ROLES == QUERY ? 0 : lanes(reach.seen_by(token), column) & ~diagonal;
           if (SEPARATE) {
             const __m512 of_key = _mm512_load_ps(products + 2 * PRODUCTS + v * UNIT);
             f.v[v] = _mm512_add_ps(_mm512_maskz_mov_ps(query, f.v[v]),
@@ -160,7 +161,7 @@ struct Backward {
           }
           f.v[v] = _mm512_maskz_mul_ps(query | key, k.v[v], f.v[v]);
           moments = _mm512_mask3_fmadd_ps(f.v[v], e.v[v], moments, query | key);
-          k.v[v] = _mm512_mask_mov_ps(_mm512_maskz_mov_ps(key, k.v[v]), own, one);
+          k.v[v] = _mm512_mask_mov_ps(_mm512_maskz_mov_ps(key, k.v[v]), diagonal, one);
         }
       } else {
         f = V::of([&](int v) { return _mm512_mul_ps(k.v[v], f.v[v]); });
@@ -185,7 +186,7 @@ struct Backward {
     else masked ? block<KEY, true>(row, c, to_k, to_m) : block<KEY, false>(row, c, to_k, to_m);
   }
 
-  // What a stripe of tokens in these roles gathers, in gradient and dvalues.
+  // The sums of a stripe of tokens in these roles, into gradient and dvalues.
   void gather_stripe(Roles roles, int64_t row) {
     bool values_begun = dvalues == gradient;
     Range seen{0, 0}, seeing{0, 0};
@@ -204,9 +205,10 @@ struct Backward {
       for (int64_t c = begin; c < chunk.end; c += STRIPE)
         fill_block(roles == BOTH ? roles_of(c, seen, seeing) : roles, row, c, k + (c - begin) * STRIPE,
                    m + (c - begin) * STRIPE);
-      const HalfTokens& others = roles == KEY ? x : key;
-      const Mixed all{rows_of(roles, row), std::min(chunk.end, others.count) - begin, x.outputs, x.sums_alone(), true};
-      mix(m, others.mixed_from(begin), all, begin > met.begin, gradient);
+      const HalfTokens& partners = roles == KEY ? x : key;
+      const int64_t count = std::min(chunk.end, partners.count) - begin;
+      const Mixed all{rows_of(roles, row), count, x.outputs, x.sums_alone(), true};
+      mix(m, partners.mixed_from(begin), all, begin > met.begin, gradient);
       const Range keys = seeing.within(chunk);
       if (keys.empty()) continue;
       const int64_t seers = std::min(keys.end, x.count) - keys.begin;
@@ -224,8 +226,8 @@ struct Backward {
       const float* from = gradient + (i - row) * x.outputs * UNIT;
       const __m512 sum = _mm512_set1_ps(from[q.head_dim]);
       for (int64_t d = 0; d < q.head_dim; d += UNIT) {
-        const __m512 own = load_half(tokens.left(i) + d, UNIT);
-        store_half(to.row(i) + d, q.head_dim - d, _mm512_fnmadd_ps(sum, own, _mm512_load_ps(from + d)));
+        const __m512 token = load_half(tokens.left(i) + d, UNIT);
+        store_half(to.row(i) + d, q.head_dim - d, _mm512_fnmadd_ps(sum, token, _mm512_load_ps(from + d)));
       }
       if (q.own_values || roles == QUERY) continue;
       for (int64_t d = 0; d < q.head_dim; d += UNIT)

@@ -1,8 +1,8 @@
 // Forward in bfloat16: y_i = sum_j K_ij v_j / (sum_j K_ij + eps).
 //
-// Own keys: K_ii = 1 is the largest of its row, so nothing is subtracted from exponents and nothing rescaled. Foreign
-// keys: K is 1 at most, and a float reaches far down. Only where the sum of a row of a stripe is close to the smallest
-// float are the rows' largest exponents found and subtracted, and the stripe is computed once more.
+// Self-attention: K_ii = 1 is the largest of its row, so nothing is subtracted from exponents and nothing rescaled.
+// Other keys: K is at most 1 and may be very small. If the sum of a row is close to the smallest float, its stripe is
+// computed again with the largest exponent of each row subtracted.
 #include "request.h"
 #if defined(__AVX512F__)
 #include "bf16_head.h"
@@ -20,7 +20,7 @@ struct Forward {
   Reach reach;
   HalfTokens x, key, value;
   bool own_keys;
-  float *query_term, *key_term;  // what is subtracted from x_i.k_j: norms, or for a query the largest score
+  float *query_term, *key_term;  // subtracted from x_i.k_j: norms, or for a query its largest score
   float *products, *mixed;
   Half* k;
   float inverse = 0.0f, largest = 0.0f;
@@ -68,9 +68,10 @@ struct Forward {
         __m512 &low = weights.v[2 * r], &high = weights.v[2 * r + 1];
         if (EDGE) {
           const int64_t query = row + i + r;
-          const uint32_t seen = lanes(seen_from(reach, query), c), own = own_keys ? lanes({query, query + 1}, c) : 0;
-          low = _mm512_mask_mov_ps(_mm512_maskz_mov_ps(seen, low), own, one);
-          high = _mm512_mask_mov_ps(_mm512_maskz_mov_ps(seen >> UNIT, high), own >> UNIT, one);
+          const uint32_t seen = lanes(seen_from(reach, query), c);
+          const uint32_t diagonal = own_keys ? lanes({query, query + 1}, c) : 0;
+          low = _mm512_mask_mov_ps(_mm512_maskz_mov_ps(seen, low), diagonal, one);
+          high = _mm512_mask_mov_ps(_mm512_maskz_mov_ps(seen >> UNIT, high), diagonal >> UNIT, one);
         }
         _mm512_store_si512(to + (i + r) * STRIPE, join(low, high));
       }
@@ -102,7 +103,7 @@ struct Forward {
     return any;
   }
 
-  // From now on each row's exponents are relative to the largest, which becomes exactly 0.
+  // Make the exponents of each row relative to its largest, which becomes exactly 0.
   void subtract_largest(int64_t row) {
     const __m512 scale = _mm512_set1_ps(float(inverse * LOG2_E)), lowest = _mm512_set1_ps(LOWEST);
     const Range keys = seen_by_stripe(row);
@@ -115,7 +116,7 @@ struct Forward {
         for (int64_t u = 0; u < STRIPE; u += UNIT) {
           const __m512 product = _mm512_load_ps(products + i * STRIPE + u);
           const __m512 score = _mm512_fmsub_ps(product, scale, _mm512_load_ps(key_term + c + u));
-          // In this order NaN is passed over; K will have it.
+          // In this order NaN is ignored here; it shows in K.
           peaks[i] = _mm512_mask_max_ps(peaks[i], seen >> u, score, peaks[i]);
         }
       }

@@ -1,7 +1,7 @@
-// What the bfloat16 kernels have of one head: its tokens in the orders of tiles, and the exponents of a block of K.
+// One head in bfloat16: its tokens in the orders of tiles, and the exponents of a block of K.
 //
-// Work goes row by row: a stripe of 32 tokens against all stripes of tokens that it sees or that see it. Blocks of 32 x
-// 32 are computed whole, with what is hidden set to 0, so nothing is mixed that nobody filled.
+// A stripe of 32 tokens is multiplied with all stripes of tokens that it sees or that see it. Blocks of 32 x 32 are
+// computed completely, with hidden elements set to 0.
 #pragma once
 #include "bf16_tiles.h"
 
@@ -22,9 +22,9 @@ struct HalfSource {
   GKA_INLINE Half* row(int64_t i) const { return data + i * token; }
 };
 
-// Tokens as left operand (rows), as right operand of K's products (columns), and as what K mixes (mixed), where a
-// channel of ones behind the others makes the mixing add up the weights: of the weights as they were rounded, so that
-// an offset common to all tokens cancels.
+// Tokens in three orders: as left operand (rows), as right operand of K's products (columns), and as right operand of
+// the mixing by K (mixed). There a channel of ones behind the others makes the mixing add up the weights, after they
+// were rounded, so that an offset common to all tokens cancels.
 struct HalfTokens {
   int64_t count, padded, head_dim, steps, outputs;
   Half *rows = nullptr, *columns = nullptr, *mixed = nullptr;

@@ -1,12 +1,12 @@
 // Products of bfloat16 pairs into float32: by AMX, in tiles of 16 rows x 64 bytes, or by AVX512-BF16, in vectors.
 //
 // An instruction of AMX multiplies 16 rows of 32 numbers with 16 words of pairs x 16 columns. So the left operand has
-// 32 numbers of a row side by side, and the right one has pairs of rows in words. Which 32 numbers are contracted, and
-// in which order, is free as long as both agree: a word pairs token i with token i + 16 of a stripe, which costs a
-// shift and a blend where neighbours would cost a permutation. A row of a right operand's tile is what an instruction
-// of AVX512-BF16 multiplies with one word of a row of the left, so both read the same orders.
+// 32 numbers of a row side by side, and the right one has pairs of rows in words. The order of the 32 numbers does not
+// matter if both operands have the same: a word pairs token i with token i + 16 of a stripe, which takes a shift and a
+// blend, where neighbours would take a permutation. An instruction of AVX512-BF16 multiplies one word of a left row
+// with a row of a right operand's tile, so both instruction sets read the same orders.
 //
-// Needs the instruction sets that BF16_BEGIN names; the caller has asked gka_ready_bfloat16.
+// Needs the instruction sets that BF16_BEGIN names: call gka_ready_bfloat16 first.
 #pragma once
 #include "head.h"
 
@@ -78,14 +78,14 @@ GKA_INLINE void clear_tiles() {
   tile_zero<3>();
 }
 
-// Of a stripe with `left` tokens, how many rows are computed: all by tiles, else as many as share registers.
+// How many rows of a stripe with so many tokens are computed: all by tiles, otherwise a multiple of ROWS_AT_ONCE.
 constexpr int64_t ROWS_AT_ONCE = 8;
-GKA_INLINE int64_t rows_of_stripe(int64_t left) {
-  return has_tiles || left >= STRIPE ? STRIPE : round_up(left, ROWS_AT_ONCE);
+GKA_INLINE int64_t rows_of_stripe(int64_t tokens) {
+  return has_tiles || tokens >= STRIPE ? STRIPE : round_up(tokens, ROWS_AT_ONCE);
 }
 
-// Where one operand of a product by vectors lies, in numbers: from row to row, from one step of 32 numbers to the next,
-// and, of a right operand, from a tile to the one beside it.
+// Strides of an operand of a product by vectors, in numbers: from row to row, from one step of 32 numbers to the next
+// and, in a right operand, from a tile to the one beside it.
 struct Order {
   int64_t row, step, beside = 0;
 };
@@ -153,8 +153,8 @@ GKA_INLINE void multiply(Factors first, Factors other, int64_t steps, int64_t ro
   tile_store<3>(to + UNIT * STRIPE + UNIT, width);
 }
 
-// How much is mixed: rows of the stripe of queries that are computed, keys, and tiles of channels. alone: the last tile
-// has nothing but the channel that adds up weights; ones: that channel is ones, else 0.
+// The size of a mixing: computed rows of the stripe of queries, keys, and tiles of channels. alone: the last tile has
+// only the channel that adds up weights; ones: that channel is 1, otherwise 0.
 struct Mixed {
   int64_t queries, keys, outputs;
   bool alone, ones;
@@ -283,7 +283,7 @@ GKA_INLINE __m512 rounded(__m512 v) {
   return _mm512_castsi512_ps(_mm512_add_epi32(_mm512_castps_si512(v), _mm512_set1_epi32(0x8000)));
 }
 
-// Several vectors at once, operation by operation: one after the other, each would wait for its own results.
+// Several vectors, one operation on all of them after another: a single one would wait for each of its results.
 template <int N>
 struct Vectors {
   __m512 v[N];

@@ -1,5 +1,5 @@
-// Decoding: a few queries against a cache of keys, which is bound by reading it. Each token is read once: as many as a
-// register has lanes give their scores together, and are mixed while they are in the L1 cache.
+// Decoding: a few queries against a cache of keys. Reading the cache takes the time, so each token is read once: a
+// group of as many tokens as a register has lanes is scored together, and mixed while it is in the L1 cache.
 //
 // Distances are taken from differences, so nothing cancels and no norms are needed.
 #include "decode_group.h"
@@ -9,11 +9,11 @@ namespace {
 
 using namespace gka;
 
-constexpr int64_t SMALLEST_PART = 4 * KEYS;  // that are worth a thread
-constexpr int64_t LARGEST_PART = 1024;       // that are added up one group after another, for rounding grows with them
+constexpr int64_t SMALLEST_PART = 4 * KEYS;  // tokens that are worth a thread
+constexpr int64_t LARGEST_PART = 1024;       // tokens that are added up one group after another: rounding errors grow
 
-// A part of the work: some groups of keys of some sequences, in the order of memory. A sequence that several parts
-// share has a running result in each of them: mixed channels, a register of row sums, and the largest score.
+// The work in parts: each has some groups of keys of some sequences, in the order of memory. A sequence that several
+// parts share has a running result in each of them: mixed channels, a register of row sums, and the largest score.
 struct Parts {
   const GkaDecode& q;
   float* memory;
@@ -53,8 +53,8 @@ struct Parts {
   }
 };
 
-// log2 K of a query and the keys of a group, less what all of them have in common: one score in each lane. CHANNELS:
-// how many there are, if known, so that the query stays in registers.
+// log2 K of a query and the keys of a group, one score in each lane. CHANNELS: how many there are, or 0 if that is not
+// known at compile time; if it is, the query stays in registers.
 template <int64_t CHANNELS>
 GKA_INLINE Vector scores_of(const float* x, const Group& keys, float factor) {
   constexpr int64_t L = Vector::LANES;
@@ -102,11 +102,11 @@ GKA_INLINE void add(Vector score, const Group& values, Range seen, float* mixed)
   constexpr int64_t L = Vector::LANES;
   const int64_t channels = values.channels;
   float *sum = mixed + channels, &top = mixed[channels + L];
-  const float found = score.keep(seen.begin, seen.end - 1, Vector::all(LOWEST)).max();
-  if (found > top) {
-    const Vector factor = Vector::all(std::exp2(top - found));
+  const float peak = score.keep(seen.begin, seen.end - 1, Vector::all(LOWEST)).max();
+  if (peak > top) {
+    const Vector factor = Vector::all(std::exp2(top - peak));
     for (int64_t d = 0; d < channels + L; d += L) (Vector::load(mixed + d) * factor).store(mixed + d);
-    top = found;
+    top = peak;
   }
   alignas(64) float weights[KEYS];
   const Vector weight = exp2(score - Vector::all(top)).keep(seen.begin, seen.end - 1, Vector::all(0.0f));
@@ -118,7 +118,7 @@ GKA_INLINE void add(Vector score, const Group& values, Range seen, float* mixed)
   for (; d < channels; d += L) mix<1>(weights, values, seen, d, mixed);
 }
 
-// The running result of a query that sees these tokens alone, in double: there every rounding shows, as in few.cpp.
+// The running result of a query that sees only these tokens, in double: rounding errors do not average out (few.cpp).
 void decode_few(const float* x, const Group& keys, const Group& values, double factor, Range seen, float* mixed) {
   constexpr int64_t L = Vector::LANES;
   const int64_t channels = keys.channels;
@@ -225,7 +225,7 @@ struct Decode {
     }
   }
 
-  // y of a query from the running results of all parts that have some of its sequence.
+  // y of a query from the running results of all parts that share its sequence.
   void finish(int64_t b, int64_t result) const {
     constexpr int64_t L = Vector::LANES;
     int64_t before = 0;

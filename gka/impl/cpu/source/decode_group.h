@@ -1,12 +1,12 @@
-// Tokens of a cache as decoding computes with them: a few of one head, in float32, in whole registers. What the cache
-// does not hold like this goes through a buffer: bfloat16, odd numbers of channels, keys that are derived from values.
+// A group of tokens of one head of a cache, in float32 and padded to whole registers, as decoding computes with them.
+// bfloat16, odd numbers of channels and keys that are derived from values are converted into a buffer.
 #pragma once
 #include "decode.h"
 #include "head.h"
 
 namespace gka {
 
-constexpr int64_t KEYS = Vector::LANES;  // that are read together
+constexpr int64_t KEYS = Vector::LANES;  // tokens of a group
 constexpr int64_t MAX_CHANNELS = 128;
 
 GKA_INLINE Vector channels_from(const float* row, int64_t d, int64_t count) { return load_channels(row, d, count); }
@@ -36,9 +36,9 @@ struct Rows {
   GKA_INLINE T* row(int64_t j) const { return data + place(j) * apart; }
 };
 
-// Rows that are read soon: asked for while those before them are computed, evenly, so that memory is never idle. Of the
-// bytes of a row those up to `derived` are asked for while keys are derived, up to `compared` while they are compared
-// with queries, and up to `bytes` while values are mixed.
+// The rows that are read next. They are prefetched evenly while the group before them is computed, so that memory is
+// never idle: the bytes of a row up to `derived` while keys are derived, up to `compared` while they are compared with
+// queries, and up to `bytes` while values are mixed.
 struct Next {
   const char* rows;
   int64_t apart, derived, compared, bytes;
@@ -52,7 +52,7 @@ struct Group {
   int64_t count, channels, apart;
   Next next;
   const float* rows;
-  alignas(64) float scale[KEYS];  // what the rows are multiplied with, if they are keys
+  alignas(64) float scale[KEYS];  // factors of the rows if they are keys
   alignas(64) float buffer[KEYS * MAX_CHANNELS] = {};  // the channels behind the last stay 0
 
   explicit Group(int64_t head_dim) : channels(round_up(head_dim, 16)) {}
@@ -75,8 +75,8 @@ struct Group {
     }
   }
 
-  // Keys: the two halves of a value, turned by the table's row of its token; `scale` normalises them. HALF: the
-  // channels of a half, if known. SCALED: the channels of head h are multiplied by factors of their own first.
+  // Keys: the two halves of each value, rotated by the table's row of its token; `scale` normalises them. HALF: the
+  // channels of a half, or 0 if that is not known at compile time. SCALED: multiply by channel_scales first.
   template <int64_t HALF, bool SCALED, typename Table, typename T>
   GKA_INLINE void derive(const Rows<T>& values, const GkaDecode& q, int64_t h, int64_t j, int64_t how_many) {
     const int64_t half = HALF ? HALF : q.head_dim / 2;

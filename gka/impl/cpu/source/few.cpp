@@ -1,5 +1,5 @@
-// Queries that see at most FEW keys, in double: there every rounding shows, as none averages out. Distances come from
-// differences, and each number of the result is rounded once.
+// Queries that see at most FEW keys are computed in double: in sums of few terms rounding errors do not average out.
+// Distances are taken from differences, and each number of the result is rounded once.
 #include "few.h"
 
 namespace {
@@ -85,7 +85,7 @@ double pull(const FewHead& head, int64_t query) {
   return moment;
 }
 
-// Gradients of a token in each of its roles, of which some are one.
+// Gradients of a token as query, as key and as value; roles that share a tensor share the sum.
 void differentiate(const FewHead& head, int64_t token) {
   const GkaRequest& q = head.q;
   const Source grad_y(q.grad_y, q, head.index);

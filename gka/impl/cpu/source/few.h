@@ -1,4 +1,4 @@
-// Requests whose queries see few keys each: a short text, a narrow window. Decoding has its own form of it.
+// Requests whose queries see few keys, as in a short text or a narrow window. decode.cpp has its own version.
 #pragma once
 #include "head.h"
 

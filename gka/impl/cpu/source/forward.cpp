@@ -1,7 +1,7 @@
 // Forward: y_c = sum_r K_rc v_r / (sum_r K_rc + eps), without W.
 //
-// Own keys: K_cc = 1 is the largest of its row, so nothing is subtracted from exponents and nothing rescaled. Others:
-// exponents stay in the block until the largest of their rows so far is known.
+// Self-attention: K_cc = 1 is the largest of its row, so nothing is subtracted from exponents and nothing rescaled.
+// Other keys: exponents stay in the block until the largest of their rows so far is known.
 #include "few.h"
 #include "tiles.h"
 
@@ -26,8 +26,8 @@ struct Forward : Head {
   }
 };
 
-// K of own keys, and its row sums. What the mask decides is known when it is compiled: asked inside the loops, it cost
-// a tenth of them.
+// K and its row sums in self-attention. SYMMETRIC is a template argument: as a branch inside the loops it took a tenth
+// of their time.
 template <bool SYMMETRIC>
 struct OwnTile {
   const Forward& head;
@@ -65,7 +65,7 @@ struct OwnTile {
   }
 };
 
-// Exponents of foreign keys, and the largest of the block for each query.
+// Exponents for other keys, and the largest of the block for each query.
 struct ForeignTile {
   const Forward& head;
   const Block& block;
@@ -101,7 +101,7 @@ void exponentiate(const Forward& head, const Block& block) {
     if (keys.empty()) continue;
     Vector old = Vector::load(head.top + c), top = greater(old, Vector::load(head.peak + c)), factor = exp2(old - top);
     top.store(head.top + c);
-    Vector of_block = Vector::all(0.0f);  // added up by units first: many equal numbers would all round one way
+    Vector of_block = Vector::all(0.0f);  // by units first: sums of many equal numbers would all round one way
     for (int64_t unit = keys.begin; unit < keys.end; unit += UNIT) {
       Vector of_unit = Vector::all(0.0f);
       for (int64_t r = unit; r < std::min(unit + UNIT, keys.end); r++) {
@@ -193,9 +193,9 @@ float gka_forward_float32(const GkaRequest* request, float* scratch) {
   const Plan plan(q);
   float largest = 0.0f;
   in_parallel(q, plan, scratch, slot_size_of<Forward>(q, plan), q.num_queries, run_part, [&](auto&&... arguments) {
-    const float found = finish(arguments...);
+    const float of_part = finish(arguments...);
 #pragma omp critical(gka_largest)
-    largest = std::max(largest, found);
+    largest = std::max(largest, of_part);
   });
   return largest;
 }

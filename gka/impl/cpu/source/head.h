@@ -1,7 +1,7 @@
-// What a kernel has of one head: its tokens packed for tiles, its mask, its bandwidth, and how the work is cut up.
+// One head of a request: its tokens packed for tiles, its mask and its bandwidth; and how the work is divided.
 //
-// Tokens are padded to units of 16, channels to 16. K is filled, skipped and mixed by units of 16 keys x 16 queries;
-// who fills and who mixes ask the same two functions of `Reach`, so that nothing is mixed that nobody filled.
+// Tokens and channels are padded to units of 16. K is computed, skipped and mixed by units of 16 keys x 16 queries.
+// Both steps take the units from the same two functions of `Reach`, so only computed units are mixed.
 #pragma once
 #include <omp.h>
 
@@ -23,7 +23,7 @@ constexpr float PAD = 1e37f;    // half the squared norm of padding, in scaled p
 GKA_INLINE int64_t round_up(int64_t n, int64_t unit) { return (n + unit - 1) / unit * unit; }
 GKA_INLINE int64_t unit_of(int64_t n) { return n & -UNIT; }  // rounds down, negative numbers too
 
-// Channels that products add up one after another: rounding grows with them.
+// How many channels a product adds up one after another: its rounding error grows with them.
 GKA_INLINE int64_t channels_at_once(int64_t head_dim) {
   return std::clamp<int64_t>(head_dim / CHANNEL_CHUNKS, 8, LARGEST_CHUNK);
 }
@@ -81,9 +81,9 @@ GKA_INLINE const double* in_slot(const double* piece, int64_t offset) {
   return reinterpret_cast<const double*>(reinterpret_cast<const char*>(piece) + 4 * offset);
 }
 
-// How the heads are cut into tasks, and K into blocks of queries by keys. With fewer heads than threads the queries of
-// a head are dealt out by blocks; each part then has scratch of its own, added up at the end in a fixed order. Where
-// rows must be known whole, a block has all keys that its queries see, and the fewer queries.
+// How the heads are divided into tasks, and K into blocks of queries by keys. With fewer heads than threads a head has
+// several parts, each with every n-th block of queries and its own scratch; their sums are added at the end in a fixed
+// order. With whole_rows a block has all keys that its queries see, and therefore fewer queries.
 struct Plan {
   int64_t heads, parts = 1, block, keys, slots;
 
@@ -165,7 +165,7 @@ struct Source {
   GKA_INLINE float* writable(int64_t i) const { return const_cast<float*>(row(i)); }
 };
 
-// Fetch a row that is needed soon from memory. Rows of a head lie apart, where the processor does not expect them.
+// Prefetch a row that is needed soon. The rows of a head lie apart, so the hardware does not prefetch them.
 constexpr int64_t AHEAD = 16;  // rows
 template <bool TO_WRITE = false, typename T>
 GKA_INLINE void prefetch(const T* row, int64_t head_dim) {
@@ -185,9 +185,9 @@ inline void pack(const Source& source, int64_t head_dim, const float* mean, floa
   if (to.panels) to.fill_panels(head_dim, factor);
 }
 
-// Padded with zeros. Rounded to what the largest numbers of a channel are multiples of, for then x - mean is exact for
-// them: else it rounds alike for all x of one magnitude, and y of wide sigma, which is hardly more than the mean, keeps
-// that.
+// The mean of each channel, padded with zeros. It is rounded to the ulp of the channel's largest value, so that x -
+// mean is exact. Otherwise all x of one magnitude would round the same way, and with a wide sigma y is little more than
+// the mean, so the error would stay in it.
 inline void mean_of(const Source& source, int64_t count, int64_t head_dim, float* mean) {
   constexpr int64_t L = Vector::LANES, SIDE_BY_SIDE = 4;
   const int64_t channels = round_up(head_dim, 16);
@@ -215,7 +215,7 @@ inline double inverse_variance(const GkaRequest& q, int64_t head) {
   return std::exp(-2.0 * double(s));
 }
 
-// What forward and backward have in common.
+// The part of a head that forward and backward share.
 struct Head {
   Tokens query, key, value;
   Reach reach;
@@ -234,10 +234,10 @@ struct Head {
     else value.take(arena, value_panels, false);
     mean = q.centred ? arena.take(query.channels) : nullptr;
   }
-  // How many of so many tokens another one sees at most.
+  // The most that one token sees of so many tokens.
   int64_t seen(int64_t tokens) const { return std::min(tokens, reach.before + reach.after + 1); }
   void fill(const GkaRequest& q, int64_t head) {
-    const double precise = inverse_variance(q, head);  // what rounding leaves in the factor changes all exponents alike
+    const double precise = inverse_variance(q, head);  // an error of the factor would change all exponents alike
     inverse = float(precise), factor = float(std::sqrt(LOG2_E * precise));
     if (mean) mean_of(Source(q.keys, q, head), q.num_keys, head_dim, mean);
     pack(Source(q.x, q, head), head_dim, mean, factor, query);
@@ -246,7 +246,7 @@ struct Head {
   }
 };
 
-// What gka_scratch_float32 answers for each phase.
+// gka_scratch_float32 for each phase.
 int64_t forward_scratch(const GkaRequest& q);
 int64_t backward_scratch(const GkaRequest& q);
 
@@ -270,8 +270,8 @@ inline void each_block(const Plan& plan, const Head& head, int64_t part, Work wo
   }
 }
 
-// Run the parts of all heads, run(q, plan, head, part, slot), and finish(q, plan, head, tokens, slot, slot_size) every
-// head when all of its parts are done. What is computed depends on the plan alone, not on who computes it.
+// Call run(q, plan, head, part, slot) for the parts of all heads, and finish(q, plan, head, tokens, slot, slot_size)
+// for a head when its parts are done. The result depends on the plan, not on which thread computes a part.
 template <typename Run, typename Finish>
 inline void in_parallel(const GkaRequest& q, const Plan& plan, float* scratch, int64_t slot_size, int64_t tokens,
                         Run run, Finish finish) {

@@ -6,7 +6,7 @@
 namespace gka {
 
 // A block of K (and in the backward pass of M, the gradient of its exponents) in the L2 cache. Its ranges end with the
-// last token: padding fills up tiles, and is not mixed.
+// last token: padding fills tiles up but is not mixed.
 struct Block {
   Range keys, queries;
   int64_t stride;
@@ -62,7 +62,7 @@ GKA_INLINE Vector visible(const Reach& reach, int64_t r, int64_t c, Vector value
   return value.keep(seen.begin - c, seen.end - 1 - c, hidden);
 }
 
-// A unit on the diagonal of a symmetric K is whole: its sums along rows are those along columns.
+// A unit on the diagonal of a symmetric K has all its elements: its sums along rows equal those along columns.
 template <bool SYMMETRIC>
 GKA_INLINE bool on_diagonal(int64_t r, int64_t c) {
   return SYMMETRIC && unit_of(r) == unit_of(c);
@@ -88,7 +88,7 @@ inline void each_tile(const Reach& reach, const Block& block, const Tile& tile) 
     }
 }
 
-// Rows of channels to which many are added. Long sums keep what rounding takes from them, `rest` numbers further on.
+// Rows of channels that are sums of many rows. Long sums also keep their rounding errors, `rest` numbers further on.
 struct Sums {
   static constexpr int64_t SOME = 48, LONG = 2048;  // tokens that a token sees, each of which adds one to four terms
   float* sum = nullptr;
@@ -106,7 +106,7 @@ struct Sums {
       for (int64_t d = o; d < o + channels; d += Vector::LANES)
         (Vector::load(sum + d) * Vector::all(factor)).store(sum + d);
   }
-  // A vector, of all parts together. Where a sum is infinite, what rounding takes is not a number.
+  // A vector of the sum over all parts. Where a sum is infinite, its rounding error is NaN.
   GKA_INLINE Vector get(int64_t o, int64_t parts, int64_t slot_size) const {
     Vector total = Vector::all(0.0f), lost = total;
     for (int64_t part = 0; part < parts; part++, o += slot_size) {
