@@ -1,27 +1,19 @@
-"""The operator's one door: check the arguments, make the request, choose the implementation, call it.
+"""The operator's one door: options.py makes and checks the request, dispatch.py chooses and calls an implementation.
 
 Layout everywhere: (B, T, H, D). Legend: B batch, T tokens (Tq queries, Tk keys), H heads, D head_dim.
 
-Precision of `gaussian_attention`: the reference takes differences, in float32 for half precision. Without
-constant_norm sdpa and flex compute in float32 too, but expand |x - k|^2: gradients are known to about machine epsilon
-times |x|^2 / sigma^2. An offset common to all features is subtracted first unless there is a causal mask; with one,
-features that are far from 0 on the scale of sigma are best normalised. Where that product passes 1 %, a UserWarning
-says so, on CPU tensors outside torch.compile. With constant_norm sdpa and flex round x / sigma^2 to x.dtype and leave
-the offset. triton keeps exponents in float32 and leaves the offset; cpu subtracts it as sdpa does, with constant_norm
-too, but in bfloat16 on AMX or AVX512-BF16 does as triton. float64 features are computed in float64. Norms above 1e19
+Precision (docs/accuracy.md has a table of implementations): the reference takes differences; the others expand
+|x - k|^2, so that gradients are known to about machine epsilon times |x|^2 / sigma^2. Where that passes 1 %, a
+UserWarning says so, on CPU tensors outside torch.compile. An offset common to all features is subtracted first unless
+there is a causal mask: under one, normalise features that are far from 0 on the scale of sigma. Norms above 1e19
 overflow float32.
 """
 
 import torch
 
 from gka import validation
-from gka.autocast import without_autocast
-from gka.dispatch import BASELINES, IMPLEMENTATIONS, Implementation, choose, choose_baseline
-from gka.hiding import pack, unpack
-from gka.impl import reference
-from gka.request import GaussianRequest, gaussian_request, softmax_request
-
-EPS = 1e-6
+from gka.dispatch import BASELINES, choose, choose_baseline, run, weights
+from gka.options import EPS, Options, gaussian_request, softmax_request
 
 
 def gaussian_attention(
@@ -74,22 +66,12 @@ def gaussian_attention(
     Raises: TypeError for a wrong type or dtype; ValueError for a wrong rank, shape, device, value, or an implementation
     that cannot serve the request. Both name the argument.
     """
-    whole = impl == "reference"  # the equations as they stand, hidden keys included
-    request = gaussian_request(
-        x, log_sigma, keys, values, causal, window, eps=eps, constant_norm=constant_norm, whole=whole, lengths=lengths,
-        key_padding_mask=key_padding_mask, attn_mask=attn_mask,
+    options = Options(
+        causal=causal, window=window, lengths=lengths, key_padding_mask=key_padding_mask, attn_mask=attn_mask,
+        constant_norm=constant_norm, eps=eps,
     )  # fmt: skip
-    with without_autocast(x.device.type):
-        return _by(IMPLEMENTATIONS[choose(request, impl)], request)
-
-
-def _by(implementation: Implementation, request: GaussianRequest) -> torch.Tensor:
-    """y by an implementation, which gets padding that it does not read as lengths of packed tokens."""
-    if request.key_padding_mask is None or "key_padding_mask" in implementation.SERVES.options:
-        return implementation.gaussian(request)
-    packed, order = pack(request)
-    y = implementation.gaussian(packed)
-    return unpack(y, order) if request.own_keys else y
+    literal = impl == "reference"  # the equations as they are, hidden keys included
+    return run(gaussian_request(x, log_sigma, keys, values, options, keep_hidden_keys=literal), impl)
 
 
 def gaussian_weights(
@@ -109,12 +91,10 @@ def gaussian_weights(
     Built by the reference, in O(Tq * Tk) memory: for pictures and measurements. W sums to 1 / (1 + eps / sum_j K_ij)
     along Tk, with foreign keys to 1. Raises as `gaussian_attention`.
     """
-    request = gaussian_request(
-        x, log_sigma, keys, None, causal, window, eps=eps, constant_norm=False, whole=True, lengths=lengths,
-        key_padding_mask=key_padding_mask, attn_mask=attn_mask,
+    options = Options(
+        causal=causal, window=window, lengths=lengths, key_padding_mask=key_padding_mask, attn_mask=attn_mask, eps=eps
     )  # fmt: skip
-    with without_autocast(x.device.type):
-        return reference.output_and_weights(request)[1]
+    return weights(gaussian_request(x, log_sigma, keys, None, options, keep_hidden_keys=True))
 
 
 def dot_product_attention(
@@ -159,8 +139,8 @@ def select_impl(
     """
     validation.check_features("x", x)
     log_sigma = x.new_zeros(x.shape[2], dtype=torch.float32) if log_sigma is None else log_sigma
-    request = gaussian_request(
-        x, log_sigma, keys, values, causal, window, eps=EPS, constant_norm=constant_norm, lengths=lengths,
-        key_padding_mask=key_padding_mask, attn_mask=attn_mask,
+    options = Options(
+        causal=causal, window=window, lengths=lengths, key_padding_mask=key_padding_mask, attn_mask=attn_mask,
+        constant_norm=constant_norm,
     )  # fmt: skip
-    return choose(request, impl)
+    return choose(gaussian_request(x, log_sigma, keys, values, options), impl)

@@ -19,16 +19,18 @@ def without_autocast(device_type: str) -> contextlib.AbstractContextManager:
     return torch.autocast(device_type, enabled=False) if autocasts(device_type) else contextlib.nullcontext()
 
 
-def to_autocast_dtype(x: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> Tensors:
-    """Under autocast take its dtype once, here, so that norms are taken of the rounded features and stay float32.
+def to_autocast_dtype(x: torch.Tensor, keys: torch.Tensor | None, values: torch.Tensor | None) -> Tensors:
+    """(x, keys, values) with x for keys that are None and the keys for values that are None, and, under autocast, in
+    its dtype: taken once, here, so that norms are taken of the rounded features and stay float32.
 
-    Comes before the checks, as mixed dtypes are welcome then; what cannot be cast is left for them. Arguments that are
-    one tensor stay one.
+    Comes before the checks, as mixed dtypes are welcome under autocast; what cannot be cast is refused by the checks.
+    Arguments that are one tensor stay one.
     """
-    kind = x.device.type
-    if not autocasts(kind) or x.dtype == torch.float64:
+    keys = x if keys is None else keys
+    values = keys if values is None else values
+    if not isinstance(x, torch.Tensor) or not autocasts(x.device.type) or x.dtype == torch.float64:
         return x, keys, values
-    dtype = torch.get_autocast_dtype(kind)
+    dtype = torch.get_autocast_dtype(x.device.type)
 
     def cast(t: torch.Tensor) -> torch.Tensor:
         return t.to(dtype) if isinstance(t, torch.Tensor) and t.is_floating_point() else t

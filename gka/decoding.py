@@ -5,7 +5,6 @@ Layout everywhere: (B, T, H, D). Legend: B sequences, Tq new tokens, Tk tokens o
 
 from collections.abc import Sequence
 from itertools import groupby
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -13,7 +12,8 @@ import torch.nn.functional as F
 from gka.api import gaussian_attention
 from gka.autocast import autocasts
 from gka.dispatch import IMPLEMENTATIONS, check_impl, find
-from gka.request import Tables, gaussian_request
+from gka.options import Options, gaussian_request
+from gka.request import Tables
 from gka.validation import check_features
 
 Pair = tuple[torch.Tensor, torch.Tensor]
@@ -36,24 +36,24 @@ def decode_attention(
 ) -> torch.Tensor:
     """`gaussian_attention`, causal, of the last Tq tokens of each sequence against a cache (paper section 5.1).
 
-    An implementation that reads all that is asked gets the cache as it is: on CPUs up to 16 queries without gradients,
-    in float32 or bfloat16, are one pass over it, and keys are derived in registers. For the others torch's operations
-    make keys and values first, and sequences of equal length go through `gaussian_attention` together.
+    On CPUs up to 16 queries without gradients, in float32 or bfloat16, are one pass over the cache, which derives keys
+    in registers. Otherwise torch's operations make keys and values first, and sequences of equal length go through
+    `gaussian_attention` together.
 
     Args:
       x: queries, (B, Tq, H, D).
       log_sigma: (H,), float32.
       values: (B, Tk, H, D), such as a view of a larger cache.
-      keys: (B, Tk, H, D); None: the values or, with `rotary`, what follows from them.
+      keys: (B, Tk, H, D); None: the values or, with `rotary`, keys derived from them.
       rotary: tables (cos, sin), (Tk or more, D / 2) each, float32 or bfloat16. The key of token j is then the RMS norm
         of [a cos_j + b sin_j, b cos_j - a sin_j], a and b being the two halves of its value.
-      channel_scales: (H, D), float32, with `rotary`: the value is multiplied by it, channel by channel, before it is
-        turned into a key. None: by 1.
-      lengths: tokens that each sequence has of Tk, B whole numbers from Tq to Tk; None: Tk. What lies behind them is
-        not read.
-      window: a query sees itself and so many tokens before it; None: all.
-      key_delays, value_delays: H whole numbers from 0 to 2^31 - 1; empty: none. Token j of a head stands for the key
-        (value) of token j - delay, and of token 0 where there is none.
+      channel_scales: (H, D), float32, with `rotary`: multiplies the value, channel by channel, before it becomes a key.
+        None: 1.
+      lengths: how many tokens each sequence has, B whole numbers from Tq to Tk; None: Tk. The rest of the cache is not
+        read.
+      window: how many tokens before itself a query sees; None: all.
+      key_delays, value_delays: H whole numbers from 0 to 2^31 - 1; empty: 0. The key (value) at place j of a head is
+        that of token j - delay, or of token 0 if there is none.
       constant_norm, impl: as in `gaussian_attention`.
 
     Returns: y, (B, Tq, H, D) in x.dtype. Raises: TypeError or ValueError naming the argument.
@@ -63,22 +63,16 @@ def decode_attention(
         raise ValueError("keys are given or derived by rotary, not both")
     if channel_scales is not None and rotary is None:
         raise ValueError("channel_scales are of keys that are derived by rotary, which is missing")
-    options: dict[str, Any] = dict(
-        rotary=rotary, channel_scales=channel_scales, cache_lengths=lengths, key_delays=key_delays or None,
-        value_delays=value_delays or None,
-    )  # fmt: skip
     check_features("values", values)
-    whole = any(option is not None for option in options.values())  # they count tokens from the first on
-    pair: tuple[Any, Any] = (values, None) if keys is None else (keys, values)
-    names = "values" if keys is None else "keys", "values"
-    options |= dict(eps=0.0, constant_norm=constant_norm, whole=whole, names=names)
-    request = gaussian_request(x, log_sigma, *pair, True, window, **options)
-    _check_options(x, values.shape[1], rotary, channel_scales, lengths, key_delays, value_delays)
+    options = Options(
+        causal=True, window=window, constant_norm=constant_norm, eps=0.0, rotary=rotary, channel_scales=channel_scales,
+        cache_lengths=lengths, key_delays=key_delays or None, value_delays=value_delays or None,
+    )  # fmt: skip
+    pair, name_of_keys = ((values, None), "values") if keys is None else ((keys, values), "keys")
+    request = gaussian_request(x, log_sigma, pair[0], pair[1], options, names=(name_of_keys, "values"))
     if not autocasts(x.device.type) and (name := find(request, impl)[0]):  # autocast rounds after keys are derived
         return IMPLEMENTATIONS[name].gaussian(request)
-    same: dict[str, Any] = dict(causal=True, window=window, constant_norm=constant_norm, impl=impl)
-    delays = key_delays, value_delays
-    return _by_operations(x, log_sigma, values, keys, rotary, channel_scales, lengths, delays, same)
+    return _by_operations(x, log_sigma, values, keys, options, impl)
 
 
 def _by_operations(
@@ -86,56 +80,29 @@ def _by_operations(
     log_sigma: torch.Tensor,
     values: torch.Tensor,
     keys: torch.Tensor | None,
-    rotary: Tables | None,
-    channel_scales: torch.Tensor | None,
-    lengths: Sequence[int] | None,
-    delays: tuple[Sequence[int], Sequence[int]],
-    same: dict[str, Any],
+    options: Options,
+    impl: str,
 ) -> torch.Tensor:
-    """`decode_attention` by torch's operations and `gaussian_attention`. same: its options for every call."""
-    window, parts = same["window"], []
-    for rows, length in _rows_of_equal_length(lengths, values.shape[1]):
-        first = 0 if window is None else max(0, length - x.shape[1] - window - max((0, *delays[0], *delays[1])))
+    """`decode_attention` by torch's operations, and `gaussian_attention` for sequences of equal length."""
+    parts = []
+    delays = options.key_delays or (), options.value_delays or ()
+    for rows, length in _rows_of_equal_length(options.cache_lengths, values.shape[1]):
+        first = 0  # the first token that is read
+        if options.window is not None:
+            first = max(0, length - x.shape[1] - options.window - max((0, *delays[0], *delays[1])))
         cached_keys = None if keys is None else keys[rows, first:length]
-        made = _keys_and_values(cached_keys, values[rows, first:length], rotary, channel_scales, first)
+        made = _keys_and_values(cached_keys, values[rows, first:length], options, first)
         late_keys, late_values = _delayed(made, *delays)
-        parts.append(gaussian_attention(x[rows], log_sigma, keys=late_keys, values=late_values, **same))
+        y = gaussian_attention(
+            x[rows], log_sigma, keys=late_keys, values=late_values, causal=True, window=options.window,
+            constant_norm=options.constant_norm, impl=impl,
+        )  # fmt: skip
+        parts.append(y)
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
-def _check_options(
-    x: torch.Tensor,
-    num_keys: int,
-    rotary: Tables | None,
-    channel_scales: torch.Tensor | None,
-    lengths: Sequence[int] | None,
-    key_delays: Sequence[int],
-    value_delays: Sequence[int],
-) -> None:
-    """Raises ValueError naming the argument."""
-    batch, num_queries, num_heads, head_dim = x.shape
-    for table in rotary or ():
-        if head_dim % 2 or table.dim() != 2 or len(table) < num_keys or table.shape[1] * 2 != head_dim:
-            expected = f"({num_keys} or more, {head_dim} / 2)"
-            raise ValueError(f"rotary must be two tables of {expected} numbers, got {tuple(table.shape)}")
-        if table.device != x.device:
-            raise ValueError(f"rotary must be on the device of the queries, {x.device}, got {table.device}")
-    if channel_scales is not None and (
-        tuple(channel_scales.shape) != (num_heads, head_dim) or channel_scales.dtype != torch.float32
-    ):
-        found = f"{tuple(channel_scales.shape)} in {channel_scales.dtype}"
-        raise ValueError(f"channel_scales must be (H, D) = ({num_heads}, {head_dim}) in float32, got {found}")
-    if channel_scales is not None and channel_scales.device != x.device:
-        raise ValueError(f"channel_scales must be on the device of the queries, {x.device}")
-    if lengths is not None and not (len(lengths) == batch and all(num_queries <= n <= num_keys for n in lengths)):
-        raise ValueError(f"lengths must be {batch} numbers from {num_queries} to {num_keys}, got {list(lengths)}")
-    for name, given in (("key_delays", key_delays), ("value_delays", value_delays)):
-        if given and not (len(given) == num_heads and min(given) >= 0 and max(given) < 2**31):
-            raise ValueError(f"{name} must be {num_heads} numbers from 0 to 2^31 - 1, one a head, got {list(given)}")
-
-
 def _rows_of_equal_length(lengths: Sequence[int] | None, num_keys: int) -> list[tuple[slice, int]]:
-    """Neighbours of equal length, and that length; without rows one empty part."""
+    """(Neighbours of equal length, that length); without lengths all rows, with no rows one empty part."""
     if not lengths:
         return [(slice(None), num_keys)]
     groups, first = [], 0
@@ -146,20 +113,15 @@ def _rows_of_equal_length(lengths: Sequence[int] | None, num_keys: int) -> list[
     return groups
 
 
-def _keys_and_values(
-    keys: torch.Tensor | None,
-    values: torch.Tensor,
-    rotary: Tables | None,
-    channel_scales: torch.Tensor | None,
-    first: int,
-) -> Pair:
+def _keys_and_values(keys: torch.Tensor | None, values: torch.Tensor, options: Options, first: int) -> Pair:
     """Both of the tokens from `first` on, (B, n, H, D); one tensor if they are the same."""
-    if keys is not None or rotary is None:
+    if keys is not None or options.rotary is None:
         return (values if keys is None else keys), values
-    a, b = (values if channel_scales is None else values * channel_scales).chunk(2, dim=-1)
-    cos, sin = (table[first : first + values.shape[1], None] for table in rotary)
-    turned = torch.cat([a * cos + b * sin, b * cos - a * sin], dim=-1).to(values.dtype)
-    return F.rms_norm(turned, turned.shape[-1:]), values
+    scaled = values if options.channel_scales is None else values * options.channel_scales
+    a, b = scaled.chunk(2, dim=-1)
+    cos, sin = (table[first : first + values.shape[1], None] for table in options.rotary)
+    rotated = torch.cat([a * cos + b * sin, b * cos - a * sin], dim=-1).to(values.dtype)
+    return F.rms_norm(rotated, rotated.shape[-1:]), values
 
 
 def _delayed(pair: Pair, key_delays: Sequence[int], value_delays: Sequence[int]) -> Pair:

@@ -1,12 +1,13 @@
-"""Which implementation serves a request: what each declares, then what it says itself, then the order of "auto"."""
+"""Which implementation serves a request, by what each declares and by its own check, and the call of it."""
 
 import logging
 from typing import Any, Protocol
 
 import torch
 
-from gka.hiding import can_pack
+from gka.autocast import without_autocast
 from gka.impl import cpu, flex, reference, sdpa, triton
+from gka.padding_and_masks import can_pack, in_place, must_pack, pack, weights_in_place
 from gka.request import TURNED_OFF, GaussianRequest, Request, Serves, SoftmaxRequest
 
 LOG = logging.getLogger("gka")
@@ -44,7 +45,29 @@ IMPLEMENTATIONS: dict[str, Implementation] = {
 }
 BASELINES: dict[str, Baseline] = {"flex": flex, "sdpa": sdpa}
 
-_said: set[str] = set()
+_logged: set[str] = set()
+
+
+def run(request: GaussianRequest, impl: str) -> torch.Tensor:
+    """y by the implementation that `choose` names. One that does not read padding gets packed tokens and lengths."""
+    implementation = IMPLEMENTATIONS[choose(request, impl)]
+    with without_autocast(request.x.device.type):
+        mask = request.key_padding_mask
+        if mask is None or ("key_padding_mask" in implementation.SERVES.options and not must_pack(request)):
+            return implementation.gaussian(request)
+        packed, order = pack(request)
+        y = implementation.gaussian(packed)
+        return in_place(y, order, mask) if request.own_keys else y
+
+
+def weights(request: GaussianRequest) -> torch.Tensor:
+    """W, (B, H, Tq, Tk), by the reference."""
+    with without_autocast(request.x.device.type):
+        if request.key_padding_mask is None or not must_pack(request):
+            return reference.output_and_weights(request)[1]
+        packed, order = pack(request)
+        matrix = reference.output_and_weights(packed)[1]
+        return weights_in_place(matrix, order, request.key_padding_mask, request.own_keys)
 
 
 def choose(request: GaussianRequest, impl: str) -> str:
@@ -54,7 +77,7 @@ def choose(request: GaussianRequest, impl: str) -> str:
     if name is None:
         raise _unavailable(impl, refused)
     if refused and not refused.startswith(TURNED_OFF):
-        _say_once(f'gka: impl="auto" takes {name}: {refused.splitlines()[0]}')
+        _log_once(f'gka: impl="auto" takes {name}: {refused.splitlines()[0]}')
     return name
 
 
@@ -70,7 +93,7 @@ def choose_baseline(request: SoftmaxRequest, impl: str) -> str:
 
 
 def find(request: GaussianRequest, impl: str) -> tuple[str | None, str]:
-    """(the implementation that serves the request as it is, or None; why the first one asked does not, or "").
+    """(The implementation that serves the request, or None; why the first candidate does not, or "".)
 
     A batch of 0 has nothing to compute, and no kernel to launch: the reference stands in.
     """
@@ -84,7 +107,7 @@ def find(request: GaussianRequest, impl: str) -> tuple[str | None, str]:
 
 
 def _preferred(request: GaussianRequest) -> tuple[str, ...]:
-    """The implementations that "auto" asks, in this order."""
+    """The candidates of "auto", in this order."""
     if request.x.is_cuda:
         # Without FlexAttention these need a dense mask. Elsewhere it is slower than SDPA, on an H200 up to four times.
         pads = request.lengths is not None or request.key_padding_mask is not None
@@ -103,12 +126,12 @@ def _first(request: Request, names: tuple[str, ...]) -> tuple[str | None, str]:
 
 
 def why_not(name: str, request: Any) -> str | None:
-    """Why an implementation cannot serve a request, or None: what it does not declare, then what it says itself."""
+    """Why an implementation cannot serve a request, or None: by what it declares, then by its `unavailable`."""
     implementation: Module = IMPLEMENTATIONS[name] if name in IMPLEMENTATIONS else BASELINES[name]
     serves, head_dim = implementation.SERVES, request.head_dim
-    unread = [option for option in request.asks if option not in serves.options]
+    unread = [option for option in request.requested if option not in serves.options]
     if unread == ["key_padding_mask"] and "lengths" in serves.options and can_pack(request):
-        unread = []  # the door packs the tokens, between which the padding lies
+        unread = []  # `run` packs the tokens
     if unread:
         return f"{name} does not serve {', '.join(unread)}"
     if request.x.dtype not in serves.dtypes:
@@ -127,16 +150,16 @@ def check_impl(impl: str) -> None:
 
 
 def _unavailable(impl: str, obstacle: str) -> ValueError:
-    """The error for an implementation that was asked for by name."""
+    """The error for an implementation that was named."""
     return ValueError(f'impl="{impl}" is unavailable: {obstacle}; use impl="auto"')
 
 
-def _say_once(line: str) -> None:
+def _log_once(line: str) -> None:
     """Log a line, once in a process."""
-    if line not in _said:
-        _said.add(line)
+    if line not in _logged:
+        _logged.add(line)
         LOG.warning("%s", line)
 
 
 # torch.compile calls it while it traces, as it does build.obstacle (impl/cpu/build.py).
-_say_once._dynamo_marked_constant = True  # type: ignore[attr-defined]
+_log_once._dynamo_marked_constant = True  # type: ignore[attr-defined]

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 
 from gka.bandwidth import inverse_variance
-from gka.hiding import padding
+from gka.padding_and_masks import padding
 from gka.request import GaussianRequest
 from gka.validation import readable
 

@@ -17,9 +17,9 @@ Shape = tuple[int, ...]
 
 
 @register_flop_formula([op.attend.overloadpacket, torch.ops.gka.attend])
-def forward_flops(x: Shape, keys: Shape | None, values: Shape | None, log_sigma: Shape, *others, **__) -> int:
+def forward_flops(x: Shape, keys: Shape | None, values: Shape | None, log_sigma: Shape, *arguments, **__) -> int:
     """Of a forward pass, from the arguments of the operators; tensors are their shapes. Padding counts as tokens."""
-    before, after = [argument for argument in others if isinstance(argument, int)][:2]
+    before, after = [argument for argument in arguments if isinstance(argument, int)][:2]
     num_keys = (x if keys is None else keys)[1]
     in_reach = num_keys if before < 0 else min(before + 1 + max(after, 0), num_keys)
     return operator_flops(*x, keys=in_reach)

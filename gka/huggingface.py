@@ -72,15 +72,15 @@ def use_gka(model: nn.Module, sigma_squared: float | None = None) -> nn.Module:
 
 
 def _padding(
-    batch_size: int, q_length: int, kv_length: int, q_offset: Any = 0, kv_offset: int = 0, **others: Any
+    batch_size: int, q_length: int, kv_length: int, q_offset: Any = 0, kv_offset: int = 0, **arguments: Any
 ) -> torch.Tensor | None:
     """transformers' mask interface: padding as (B, Tk), True for tokens, or None."""
     from transformers.masking_utils import bidirectional_mask_function, flash_attention_mask
 
-    is_causal = others.get("mask_function") is not bidirectional_mask_function
+    is_causal = arguments.get("mask_function") is not bidirectional_mask_function
     if is_causal and kv_offset + kv_length != int(q_offset) + q_length:
         raise ValueError("GKA serves caches as long as what they hold: use the dynamic cache, not a static one")
-    return flash_attention_mask(batch_size, q_length, kv_length, q_offset, kv_offset, **others)
+    return flash_attention_mask(batch_size, q_length, kv_length, q_offset, kv_offset, **arguments)
 
 
 def _attend(
@@ -97,9 +97,9 @@ def _attend(
 
     Without a cache the keys are the queries, whatever tensors they are; later they are longer.
     """
-    own = query.shape == key.shape and not module.looks_elsewhere
+    is_self = query.shape == key.shape and not module.looks_elsewhere
     x, keys, values = (t.transpose(1, 2) for t in (query, key, value))
-    compared = query if own else key
+    compared = query if is_self else key
     same = not torch.compiler.is_compiling() and value.data_ptr() == compared.data_ptr()
     same = same and value.stride() == compared.stride()
     causal = bool(module.is_causal if is_causal is None else is_causal)
@@ -109,4 +109,5 @@ def _attend(
     elif attention_mask is not None:  # it says what is causal too
         masks |= dict(attn_mask=attention_mask, causal=False)
     log_sigma = at_least_float32(module.log_sigma)
-    return gaussian_attention(x, log_sigma, keys=None if own else keys, values=None if same else values, **masks), None
+    tensors: dict[str, Any] = dict(keys=None if is_self else keys, values=None if same else values)
+    return gaussian_attention(x, log_sigma, **tensors, **masks), None

@@ -14,12 +14,14 @@ from gka.api import gaussian_attention, gaussian_weights, select_impl
 from gka.autocast import autocasts
 from gka.bandwidth import at_least_float32, initial_log_sigma
 from gka.dispatch import check_impl
+from gka.padding_and_masks import in_order, in_place, mask_in_order, tokens_first, weights_in_place
 
 # torch.fx records each call as one node, as its tensors have no shapes and dtypes to look at.
 for name in (
     "split_heads",
     "packed",
-    "unpacked",
+    "in_place",
+    "weights_in_place",
     "checked_context",
     "at_least_float32",
     "gaussian_attention",
@@ -109,62 +111,56 @@ class GaussianKernelAttention(nn.Module):
         W_O's bias comes out. is_causal: for this call, as timm's blocks say it. need_weights: return W too, (B, H, T,
         Tk), which is built in O(T * Tk) memory; with head offsets column j is what is read of slot j (`gka.offsets`).
         """
-        if self.pairing is not None and key_padding_mask is not None:
-            return self._packed(x, context, key_padding_mask, attn_mask, is_causal, need_weights)
-        hidden = dict(key_padding_mask=key_padding_mask, attn_mask=attn_mask)
-        y, weights = self._mixed(x, context, is_causal=is_causal, need_weights=need_weights, hidden=hidden)
+        causal = self.causal or is_causal
+        if self.pairing is None or key_padding_mask is None:
+            hidden = dict(key_padding_mask=key_padding_mask, attn_mask=attn_mask)
+            y, weights = self._mix(x, context, causal, need_weights, hidden)
+        else:
+            y, weights = self._mix_packed(x, context, causal, need_weights, key_padding_mask, attn_mask)
         y = self.proj(y.flatten(-2))
         return y if weights is None else (y, weights)
 
-    def _mixed(
+    def _mix(
         self,
         x: torch.Tensor,
         context: torch.Tensor | None,
-        *,
-        is_causal: bool,
+        causal: bool,
         need_weights: bool,
         hidden: dict[str, torch.Tensor | None],
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """(y of every head, (B, T, H, D); W if it is needed). hidden: what hides tokens beside causal and window."""
+        """(y of every head, (B, T, H, D); W if it is needed). hidden: padding and attn_mask of the operator."""
         features, values = self._features_and_values("x", x)
         keys = None
         if context is not None:
             keys, values = self._features_and_values("context", checked_context(context, x, self.dim))
         if self.pairing is not None:
             keys, values = self.pairing(features if keys is None else keys, values)
-        mask: dict[str, Any] = dict(keys=keys, causal=self.causal or is_causal, window=self.window, **hidden)
+        mask: dict[str, Any] = dict(keys=keys, causal=causal, window=self.window, **hidden)
         log_sigma = at_least_float32(self.log_sigma)
         apart = values if self.log_scale is not None or self.pairing is not None else None
         y = gaussian_attention(features, log_sigma, values=apart, constant_norm=self.head_norm, impl=self.impl, **mask)
         return y, gaussian_weights(features, log_sigma, **mask) if need_weights else None
 
-    def _packed(
+    def _mix_packed(
         self,
         x: torch.Tensor,
         context: torch.Tensor | None,
+        causal: bool,
+        need_weights: bool,
         padding: torch.Tensor,
         attn_mask: torch.Tensor | None,
-        is_causal: bool,
-        need_weights: bool,
-    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        """`forward` with head offsets and padding: the tokens are put one after another, so that each has the token
-        before it as its predecessor. Under a causal mask no token then sees padding.
-        """
-        own, causal = context is None, self.causal or is_causal
-        if not own and (causal or self.window is not None):
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """`_mix` with head offsets and padding: the tokens come first, so that each follows the one before it."""
+        own_keys = context is None
+        if not own_keys and (causal or self.window is not None):
             raise ValueError("head_offsets with a padded context need a layer that is not causal and has no window")
         tokens, order, attn_mask = packed(x, context, padding, attn_mask, self.dim, self.num_heads)
-        lengths = None if own and causal else (~padding).sum(1)
+        lengths = None if own_keys and causal else (~padding).sum(1)  # under a causal mask no token sees padding
         hidden = dict(lengths=lengths, attn_mask=attn_mask)
-        y, weights = self._mixed(
-            tokens if own else x, None if own else tokens, is_causal=is_causal, need_weights=need_weights, hidden=hidden
-        )
-        y = self.proj(unpacked(y.flatten(-2), order, padding) if own else y.flatten(-2))
-        if weights is None:
-            return y
-        weights = unpacked(weights.transpose(1, 3), order, padding)  # (B, Tk, Tq, H)
-        weights = unpacked(weights.transpose(1, 2), order, padding) if own else weights.transpose(1, 2)
-        return y, weights.permute(0, 3, 1, 2)
+        queries, keys = (tokens, None) if own_keys else (x, tokens)
+        y, weights = self._mix(queries, keys, causal, need_weights, hidden)
+        y = in_place(y, order, padding) if own_keys else y
+        return y, None if weights is None else weights_in_place(weights, order, padding, own_keys)
 
     def _features_and_values(self, name: str, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         values = self._normalised(split_heads(name, x, self.dim, self.num_heads, weight_of(self.proj)))
@@ -231,35 +227,19 @@ def packed(
     dim: int,
     num_heads: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """(The context, or x without one, with the tokens in front and zeros behind them; the order of its places, (B, Tk);
+    """(The context, or x without one, with the tokens first and zeros behind them; the order of its places, (B, Tk);
     the attn_mask for it.)
 
     Raises TypeError or ValueError for features or masks of another form.
     """
     queries = split_heads("x", x, dim, num_heads, None)
     tokens = x if context is None else checked_context(context, x, dim)
-    validation.check_hidden(queries, tokens.shape[1], None, padding, attn_mask)
-    order = padding.to(torch.int8).argsort(dim=1, stable=True)
-    tokens = rows_of(tokens.masked_fill(padding[..., None], 0), order)
+    validation.check_padding_and_mask(queries, tokens.shape[1], None, padding, attn_mask)
+    order = tokens_first(padding)
+    tokens = in_order(tokens.masked_fill(padding[..., None], 0), order)
     if attn_mask is not None:
-        batch, num_keys = order.shape
-        attn_mask = attn_mask[(None,) * (4 - attn_mask.dim())].expand(batch, -1, queries.shape[1], num_keys)
-        attn_mask = attn_mask.gather(3, order[:, None, None].expand(attn_mask.shape))
-        if context is None:
-            attn_mask = attn_mask.gather(2, order[:, None, :, None].expand(attn_mask.shape))
+        attn_mask = mask_in_order(attn_mask, order, queries.shape[1], context is None)
     return tokens, order, attn_mask
-
-
-def rows_of(t: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
-    """t, (B, T, ...), with each sequence in that order, (B, T). Whole rows are copied, which gather would not do."""
-    first = torch.arange(len(t), device=t.device)[:, None] * t.shape[1]
-    return t.flatten(0, 1).index_select(0, (first + order).flatten()).view(t.shape)
-
-
-def unpacked(t: torch.Tensor, order: torch.Tensor, padding: torch.Tensor) -> torch.Tensor:
-    """t, (B, T, ...), with its packed tokens in their own places, and zeros where there is none."""
-    hidden = padding.view(*padding.shape, *(1,) * (t.dim() - 2))
-    return rows_of(t, order.argsort(dim=1)).masked_fill(hidden, 0)
 
 
 def checked_context(context: torch.Tensor, x: torch.Tensor, dim: int) -> torch.Tensor:
@@ -268,8 +248,8 @@ def checked_context(context: torch.Tensor, x: torch.Tensor, dim: int) -> torch.T
     has_dtype = is_tensor and context.is_floating_point()
     if has_dtype and context.dim() == 3 and context.shape[0] == x.shape[0] and context.shape[2] == dim:
         return context
-    found = f"{tuple(context.shape)} in {context.dtype}" if is_tensor else type(context).__name__
+    actual = f"{tuple(context.shape)} in {context.dtype}" if is_tensor else type(context).__name__
     raise (ValueError if has_dtype else TypeError)(
         f"context, the second argument, must be features of shape (B, Tk, dim) = ({x.shape[0]}, *, {dim}), "
-        f"got {found}; masks are given by name: key_padding_mask=... or attn_mask=..."
+        f"got {actual}; masks are given by name: key_padding_mask=... or attn_mask=..."
     )

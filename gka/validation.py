@@ -1,10 +1,29 @@
 """Checks at the operator's door: a wrong argument is named, with what was expected, before anything is computed."""
 
 import math
+from collections.abc import Sequence
 
 import torch
 
 FLOATING = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
+def check_features_and_mask(
+    x: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    causal: bool,
+    window: int | None,
+    names: tuple[str, str, str],
+) -> None:
+    """Features that go together, (B, T, H, D), and a mask for their lengths."""
+    check_features(names[0], x)
+    check_mask(causal, window)
+    if keys is not x:
+        check_features(names[1], keys, like=x)
+    if values is not keys:
+        check_features(names[2], values, like=x)
+    check_lengths(x.shape[1], keys.shape[1], values.shape[1], causal or window is not None)
 
 
 def check_features(name: str, t: object, like: torch.Tensor | None = None) -> None:
@@ -45,7 +64,9 @@ def check_lengths(num_queries: int, num_keys: int, num_values: int, masked: bool
         )
 
 
-def check_hidden(x: torch.Tensor, num_keys: int, lengths: object, key_padding_mask: object, attn_mask: object) -> None:
+def check_padding_and_mask(
+    x: torch.Tensor, num_keys: int, lengths: object, key_padding_mask: object, attn_mask: object
+) -> None:
     """lengths: (B,) whole numbers up to num_keys; key_padding_mask: (B, Tk) bool; not both. attn_mask: bool or float,
     broadcastable to (B, H, Tq, Tk). All on the features' device.
     """
@@ -53,33 +74,33 @@ def check_hidden(x: torch.Tensor, num_keys: int, lengths: object, key_padding_ma
     if lengths is not None and key_padding_mask is not None:
         raise ValueError("lengths and key_padding_mask both say which keys are padding: give one of them")
     if lengths is not None:
-        given = _tensor_like("lengths", lengths, x, "(B,)", (torch.int64, torch.int32), "int64 or int32")
-        if tuple(given.shape) != (batch,):
-            raise ValueError(f"lengths must have shape (B,) = ({batch},), got {tuple(given.shape)}")
-        if readable(given) and not all(0 <= n <= num_keys for n in given.tolist()):
-            raise ValueError(f"lengths must be from 0 to the number of keys, {num_keys}, got {given.tolist()}")
+        lengths = _tensor_like("lengths", lengths, x, "(B,)", (torch.int64, torch.int32), "int64 or int32")
+        if tuple(lengths.shape) != (batch,):
+            raise ValueError(f"lengths must have shape (B,) = ({batch},), got {tuple(lengths.shape)}")
+        if readable(lengths) and not all(0 <= n <= num_keys for n in lengths.tolist()):
+            raise ValueError(f"lengths must be from 0 to the number of keys, {num_keys}, got {lengths.tolist()}")
     if key_padding_mask is not None:
-        said = "bool, True for padding (of a mask that is 1 for tokens, ~mask.bool())"
-        given = _tensor_like("key_padding_mask", key_padding_mask, x, "(B, Tk)", (torch.bool,), said)
-        if tuple(given.shape) != (batch, num_keys):
+        kind = "bool, True for padding (of a mask that is 1 for tokens, ~mask.bool())"
+        mask = _tensor_like("key_padding_mask", key_padding_mask, x, "(B, Tk)", (torch.bool,), kind)
+        if tuple(mask.shape) != (batch, num_keys):
             expected = f"(B, Tk) = ({batch}, {num_keys})"
-            raise ValueError(f"key_padding_mask must have shape {expected}, got {tuple(given.shape)}")
+            raise ValueError(f"key_padding_mask must have shape {expected}, got {tuple(mask.shape)}")
     if attn_mask is not None:
         dtypes = (torch.bool, *FLOATING)
-        given = _tensor_like("attn_mask", attn_mask, x, "(B, H, Tq, Tk)", dtypes, "bool, True = visible, or float")
-        whole = (batch, num_heads, num_queries, num_keys)
-        sizes = zip(reversed(given.shape), reversed(whole))
-        if given.dim() > 4 or any(size not in (1, full) for size, full in sizes):
-            hint = "; of one mask for each sequence give mask[:, None]" if given.dim() == 3 else ""
-            raise ValueError(f"attn_mask must broadcast to (B, H, Tq, Tk) = {whole}, got {tuple(given.shape)}{hint}")
+        mask = _tensor_like("attn_mask", attn_mask, x, "(B, H, Tq, Tk)", dtypes, "bool, True = visible, or float")
+        scores = (batch, num_heads, num_queries, num_keys)
+        sizes = zip(reversed(mask.shape), reversed(scores))
+        if mask.dim() > 4 or any(size not in (1, full) for size, full in sizes):
+            hint = "; of one mask for each sequence give mask[:, None]" if mask.dim() == 3 else ""
+            raise ValueError(f"attn_mask must broadcast to (B, H, Tq, Tk) = {scores}, got {tuple(mask.shape)}{hint}")
 
 
-def _tensor_like(name: str, t: object, x: torch.Tensor, shape: str, dtypes: tuple, said: str) -> torch.Tensor:
+def _tensor_like(name: str, t: object, x: torch.Tensor, shape: str, dtypes: tuple, kind: str) -> torch.Tensor:
     """`t`, if it is a tensor of one of the dtypes on the device of x."""
     if not isinstance(t, torch.Tensor):
         raise TypeError(f"{name} must be a torch.Tensor of shape {shape}, got {type(t).__name__}")
     if t.dtype not in dtypes:
-        raise TypeError(f"{name} must be {said}, got {t.dtype}")
+        raise TypeError(f"{name} must be {kind}, got {t.dtype}")
     if t.device != x.device:
         raise ValueError(f"{name} must be on the device of the features, {x.device}, got {t.device}")
     return t
@@ -132,3 +153,35 @@ def check_eps(eps: object) -> None:
         raise TypeError(f"eps must be a number, got {type(eps).__name__}")
     if not 0 <= eps < math.inf:
         raise ValueError(f"eps must be finite and >= 0, got {eps}")
+
+
+def check_cache_options(
+    x: torch.Tensor,
+    num_keys: int,
+    rotary: Sequence[torch.Tensor] | None,
+    channel_scales: torch.Tensor | None,
+    lengths: Sequence[int] | None,
+    delays: dict[str, Sequence[int] | None],
+) -> None:
+    """What `decode_attention` takes beside `gaussian_attention`'s arguments; all errors are ValueErrors. delays: by the
+    argument's name.
+    """
+    batch, num_queries, num_heads, head_dim = x.shape
+    for table in rotary or ():
+        if head_dim % 2 or table.dim() != 2 or len(table) < num_keys or table.shape[1] * 2 != head_dim:
+            expected = f"({num_keys} or more, {head_dim} / 2)"
+            raise ValueError(f"rotary must be two tables of {expected} numbers, got {tuple(table.shape)}")
+        if table.device != x.device:
+            raise ValueError(f"rotary must be on the device of the queries, {x.device}, got {table.device}")
+    if channel_scales is not None:
+        shape, dtype = tuple(channel_scales.shape), channel_scales.dtype
+        if shape != (num_heads, head_dim) or dtype != torch.float32:
+            expected = f"(H, D) = ({num_heads}, {head_dim}) in float32"
+            raise ValueError(f"channel_scales must be {expected}, got {shape} in {dtype}")
+        if channel_scales.device != x.device:
+            raise ValueError(f"channel_scales must be on the device of the queries, {x.device}")
+    if lengths is not None and not (len(lengths) == batch and all(num_queries <= n <= num_keys for n in lengths)):
+        raise ValueError(f"lengths must be {batch} numbers from {num_queries} to {num_keys}, got {list(lengths)}")
+    for name, numbers in delays.items():
+        if numbers and not (len(numbers) == num_heads and min(numbers) >= 0 and max(numbers) < 2**31):
+            raise ValueError(f"{name} must be {num_heads} numbers from 0 to 2^31 - 1, one a head, got {list(numbers)}")

@@ -1,6 +1,7 @@
-"""The result files as pandas frames: a row for every line, with its facts, settings and measurements as columns.
+"""The result files as pandas frames: a row for every line, its facts, settings and measurements side by side.
 
-This is the one reader of result files for tables. A damaged line is an error that names the file and the line.
+A line that lacks what every line of its file has is an error that names the file and the line; a mistake in a table is
+not taken for one.
 """
 
 import json
@@ -17,9 +18,9 @@ FACTS = ("date", "commit", "hardware", "torch")
 
 
 def records(path: Path, *metrics: str, kind: str = "") -> list[dict[str, Any]]:
-    """The lines of a result file, of one kind if it is given; none if the file does not exist.
+    """The lines of a file of results, of one kind if it is given. A file that is not there has none.
 
-    metrics: measurements that every line must have. Raises UserError for a line without them or without its facts.
+    metrics: what each must have measured. Raises UserError for a line that is not a record of a measurement.
     """
     return [record for _, record in _numbered(path, metrics, kind)]
 
@@ -49,9 +50,9 @@ def _damaged(path: Path, number: int, reason: str) -> UserError:
 
 
 def frame(path: Path, *columns: str, kind: str = "") -> pd.DataFrame:
-    """A row for each record: its facts, settings and measurements as columns, and the record itself in `record`.
+    """A row for each record, with its facts, its settings and what it measured as columns, and the record itself.
 
-    columns: settings or measurements that every record must have. Raises UserError as `records` does.
+    columns: settings or measurements that each must have. Raises UserError as `records` does.
     """
     rows, numbers = [], []
     for number, record in _numbered(path, (), kind):
@@ -59,12 +60,12 @@ def frame(path: Path, *columns: str, kind: str = "") -> pd.DataFrame:
         config = record.get("config", {})
         row = {name: record[name] for name in FACTS} | config | record["metrics"]
         rows.append({**row, "record": record})
-    lines = pd.DataFrame(rows)
+    found = pd.DataFrame(rows)
     for name in columns if rows else ():
-        holes = lines.index[lines[name].isna()] if name in lines else lines.index
+        holes = found.index[found[name].isna()] if name in found else found.index
         if len(holes):
             raise _damaged(path, numbers[holes[0]], f"has no {name}")
-    return lines
+    return found
 
 
 def bench(name: str, results: Path | None = None, quick: bool = False) -> pd.DataFrame:
@@ -97,9 +98,9 @@ def bench(name: str, results: Path | None = None, quick: bool = False) -> pd.Dat
 
 
 def sides(lines: pd.DataFrame) -> pd.DataFrame:
-    """The fastest correct line of each role, by number of threads (0 for a GPU). lines: of one case and phase.
+    """The fastest right line of each role, for each number of threads of one case and phase (0 of a GPU).
 
-    Columns are pairs: a column of `lines`, and a role.
+    Columns are pairs: what is said of the line, and its role.
     """
     right = lines[lines.status == "ok"].fillna({"threads": 0})
     fastest = right.loc[right.groupby(["threads", "role"]).median_ms.idxmin()]
@@ -107,6 +108,6 @@ def sides(lines: pd.DataFrame) -> pd.DataFrame:
 
 
 def ratios(lines: pd.DataFrame) -> pd.Series:
-    """The baseline's time over ours, by threads as in `sides`; left out where one of them was never correct."""
+    """How many times as fast ours is as the baseline, by threads as in `sides`; none where a side was never right."""
     times = sides(lines).get("median_ms", pd.DataFrame()).reindex(columns=["baseline", "ours"])
     return (times.baseline / times.ours).dropna()

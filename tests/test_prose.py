@@ -21,7 +21,7 @@ CODE = tracked(".py")
 
 
 def page(path):
-    """A Markdown page without the tables that programs write."""
+    """A Markdown page without the tables that runs.tables writes."""
     return GENERATED.sub("", (ROOT / path).read_text())
 
 

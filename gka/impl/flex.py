@@ -14,8 +14,8 @@ import torch.nn.functional as F
 
 from gka.bandwidth import inverse_variance
 from gka.expansion import expand
-from gka.hiding import finished, finite, padding, without_padding
 from gka.masking import Mask
+from gka.padding_and_masks import padding, with_zeros_and_nan, without_nonfinite, without_padding
 from gka.request import GaussianRequest, Request, Serves, SoftmaxRequest
 
 if TYPE_CHECKING:  # imported where it is used: it brings SymPy, a quarter of the time that `import gka` takes
@@ -51,11 +51,12 @@ def gaussian(request: GaussianRequest) -> torch.Tensor:
 
     x is scaled, not the scores: those would make the gradient of log_sigma one atomic addition per score.
     """
-    given, (request, spoilt) = request, finite(without_padding(request))
+    original, (request, nan_rows) = request, without_nonfinite(without_padding(request))
     x = request.x
     if request.constant_norm:
         scaled = (x * inverse_variance(request.log_sigma)[:, None]).to(x.dtype)
-        return finished(given, _attend(scaled, request.key_features, request.value_features, request, 1.0), spoilt)
+        y = _attend(scaled, request.key_features, request.value_features, request, 1.0)
+        return with_zeros_and_nan(original, y, nan_rows)
     scaled, keys, values, a, b, offset = expand(request)
     a, b = (F.pad(t.transpose(1, 2), (0, _round_up(t.shape[1]) - t.shape[1])) for t in (a, b))  # (B, H, whole tiles)
 
@@ -63,7 +64,7 @@ def gaussian(request: GaussianRequest) -> torch.Tensor:
         return score + (a[batch, h, i] + b[batch, h, j])
 
     y = _attend(scaled, keys, keys if values is None else values, request, 1.0, score_mod=add_norms)
-    return finished(given, (y if offset is None else y + offset).to(x.dtype), spoilt)
+    return with_zeros_and_nan(original, (y if offset is None else y + offset).to(x.dtype), nan_rows)
 
 
 def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, request: Request, scale: float, score_mod: Any = None):

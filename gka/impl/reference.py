@@ -7,8 +7,8 @@ take).
 
 import torch
 
-from gka.hiding import bias, finished, finite, padding, visible, without_padding
 from gka.kernel import log_kernel
+from gka.padding_and_masks import bias, padding, visible, with_zeros_and_nan, without_nonfinite, without_padding
 from gka.request import HIDING, GaussianRequest, Request, Serves
 
 SERVES = Serves(options=frozenset({*HIDING, "forward_mode"}), applies_eps=True)
@@ -26,7 +26,7 @@ def gaussian(request: GaussianRequest) -> torch.Tensor:
 
 def output_and_weights(request: GaussianRequest) -> tuple[torch.Tensor, torch.Tensor]:
     """(y: (B, Tq, H, D) in x.dtype, W: (B, H, Tq, Tk) in the computing dtype), from the definition."""
-    clean, spoilt = finite(without_padding(request))
+    clean, nan_rows = without_nonfinite(without_padding(request))
     dtype = torch.promote_types(clean.x.dtype, torch.float32)
     exponent = log_kernel(clean.x, clean.key_features, clean.log_sigma)
     seen = visible(clean)
@@ -42,4 +42,4 @@ def output_and_weights(request: GaussianRequest) -> tuple[torch.Tensor, torch.Te
         weights = affinity / (affinity.sum(dim=-1, keepdim=True) + clean.eps).masked_fill(empty, 1.0)
         weights = weights.masked_fill(empty, 0.0)
     y = (weights @ clean.value_features.to(dtype).transpose(1, 2)).transpose(1, 2).to(clean.x.dtype)
-    return finished(request, y, spoilt), weights
+    return with_zeros_and_nan(request, y, nan_rows), weights

@@ -18,7 +18,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from gka.bandwidth import inverse_variance
 from gka.expansion import expand
-from gka.hiding import bias, finished, finite, visible, without_padding
+from gka.padding_and_masks import bias, visible, with_zeros_and_nan, without_nonfinite, without_padding
 from gka.request import CONDITIONS, HIDING, GaussianRequest, Request, Serves, SoftmaxRequest
 
 SERVES = Serves(options=frozenset({*HIDING, "forward_mode"}), applies_eps=False, fused_on=("cuda", "cpu"))
@@ -39,18 +39,19 @@ def gaussian(request: GaussianRequest) -> torch.Tensor:
 
     With constant norms x / sigma^2 is rounded to x.dtype; without, half precision is computed in float32.
     """
-    given, (request, spoilt) = request, finite(without_padding(request))
+    original, (request, nan_rows) = request, without_nonfinite(without_padding(request))
     x = request.x
     if request.constant_norm:
         scaled = (x * inverse_variance(request.log_sigma)[:, None]).to(x.dtype)
-        return finished(given, _attend(scaled, request.key_features, request.value_features, request, 1.0), spoilt)
+        y = _attend(scaled, request.key_features, request.value_features, request, 1.0)
+        return with_zeros_and_nan(original, y, nan_rows)
     scaled, keys, values, a, b, offset = expand(request)
     padding = -(request.head_dim + 2) % 8 if x.is_cuda else 0  # fused CUDA kernels want multiples of 8
     q, k = _extend(scaled, a, 1.0, padding), _extend(keys, 1.0, b, padding)
     # Values are as wide as keys: with unequal head sizes torch falls back to N x N.
     v = k if values is None else F.pad(values, (0, k.shape[-1] - request.head_dim))
     y = _attend(q, k, v, request, 1.0)[..., : request.head_dim]
-    return finished(given, (y if offset is None else y + offset).to(x.dtype), spoilt)
+    return with_zeros_and_nan(original, (y if offset is None else y + offset).to(x.dtype), nan_rows)
 
 
 def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, request: Request, scale: float) -> torch.Tensor:
@@ -68,14 +69,14 @@ def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, request: Request,
 
 def _mask(request: Request, dtype: torch.dtype) -> tuple[torch.Tensor | None, bool]:
     """What torch's function takes as attn_mask and is_causal."""
-    hiding = set(request.asks) & HIDING
+    hiding = set(request.requested) & HIDING
     if not hiding or (hiding == {"causal"} and request.num_queries == request.num_keys):
         return None, bool(hiding)
     seen = visible(request)
     if not hiding - set(CONDITIONS):  # a causal mask and a window leave every row a key
         return seen, False
     added = bias(request, seen, dtype)
-    seen = seen | ~seen.any(-1, keepdim=True)  # rows without keys are computed with all of them; `finished` clears them
+    seen = seen | ~seen.any(-1, keepdim=True)  # rows without keys get all; `with_zeros_and_nan` clears them
     return seen if added is None else torch.where(seen, added, float("-inf")), False
 
 

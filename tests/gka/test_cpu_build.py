@@ -45,9 +45,9 @@ def test_two_processes_build_once_and_later_ones_load(tmp_path):
     ids=["at once, in Latin-1", "while compiling"],
 )
 def test_a_broken_compiler_is_quoted_and_sdpa_takes_over(tmp_path, script, words):
-    lines, said = ask(tmp_path / "cache", CXX=wrapper(tmp_path, script + "\n"))
+    lines, log = ask(tmp_path / "cache", CXX=wrapper(tmp_path, script + "\n"))
     assert lines[0] == "sdpa 9" and 'impl="cpu" is unavailable: ' in lines[1] and words in "\n".join(lines)
-    assert said.count('impl="auto" takes sdpa: ') == 1 and words in said.splitlines()[-1]
+    assert log.count('impl="auto" takes sdpa: ') == 1 and words in log.splitlines()[-1]
     assert not list(tmp_path.glob("cache/building-*"))
 
 
@@ -57,13 +57,13 @@ def test_a_broken_compiler_is_quoted_and_sdpa_takes_over(tmp_path, script, words
         (dict(PATH="/nowhere"), "no C++ compiler was found (CXX, g++, c++, clang++); install one, such as g++"),
         (dict(CXX="/nope/g++ -pipe"), "CXX=/nope/g++ -pipe names a compiler that is not there, /nope/g++"),
         (dict(CXX='g++ "'), 'CXX=g++ " is not a command: No closing quotation'),
-        ({build.SWITCH: "0"}, f"turned off by {build.SWITCH}=0"),  # and nothing is said of it
+        ({build.SWITCH: "0"}, f"turned off by {build.SWITCH}=0"),  # which is not logged
     ],
 )
 def test_without_the_kernel_sdpa_takes_over_and_one_line_says_why(tmp_path, variables, reason):
-    lines, said = ask(tmp_path / "cache", **variables)
+    lines, log = ask(tmp_path / "cache", **variables)
     assert lines == ["sdpa 9", f'impl="cpu" is unavailable: {reason}; use impl="auto"']
-    assert said == ("" if build.SWITCH in variables else f'gka: impl="auto" takes sdpa: {reason}\n')
+    assert log == ("" if build.SWITCH in variables else f'gka: impl="auto" takes sdpa: {reason}\n')
 
 
 @needs_compiler

@@ -49,9 +49,9 @@ VALUES = pytest.mark.parametrize("with_values", [False, True], ids=["own", "valu
 @pytest.fixture(params=["float32", *PRODUCTS])
 def dtype(request):
     """Of the features; bfloat16 is multiplied in each way that the machine has."""
-    own = request.param in PRODUCTS
-    with multiplied_by(request.param) if own else contextlib.nullcontext():
-        yield torch.bfloat16 if own else torch.float32
+    has_products = request.param in PRODUCTS
+    with multiplied_by(request.param) if has_products else contextlib.nullcontext():
+        yield torch.bfloat16 if has_products else torch.float32
 
 
 @pytest.fixture(params=PRODUCTS)
@@ -66,8 +66,8 @@ def route(mask: Mask):
 
 def gradients(x, log_sigma, keys=None, values=None, **options):
     """[y, dx, dlog_sigma, dkeys and dvalues if they are given] of the sum of squares."""
-    given = dict(x=x, log_sigma=log_sigma, keys=keys, values=values)
-    leaves = {name: t.detach().requires_grad_() for name, t in given.items() if t is not None}
+    tensors = dict(x=x, log_sigma=log_sigma, keys=keys, values=values)
+    leaves = {name: t.detach().requires_grad_() for name, t in tensors.items() if t is not None}
     y = attend(**leaves, **options)
     return [y.detach(), *torch.autograd.grad(y.float().square().sum(), list(leaves.values()))]
 
@@ -199,8 +199,8 @@ def test_weights_are_rounded_and_not_cut_off(bfloat16, with_values):
     y = attend(x, log_sigma, values=values if with_values else None, eps=0.0)
     outputs = [y, *(torch.autograd.grad(y, values, x) if with_values else [])]
     for output in outputs:
-        own = output.detach().double().diagonal(dim1=1, dim2=3).mean(-1)[0]  # W_ii x_ii: (H,)
-        error = own * (1 + (tokens - 1) * level) / scale - 1
+        diagonal = output.detach().double().diagonal(dim1=1, dim2=3).mean(-1)[0]  # W_ii x_ii: (H,)
+        error = diagonal * (1 + (tokens - 1) * level) / scale - 1
         assert error.mean().abs() < below + 5 * 2**-9 / (3 * heads) ** 0.5
 
 
@@ -303,8 +303,8 @@ def test_tokens_that_hardly_see_another_are_rounded_once():
 
 def test_denormal_numbers_work_again_afterwards(dtype):
     x, keys = (make_features("normal", (1, n, 2, 16), dtype, n) for n in (20, 30))
-    for others in ({}, dict(keys=keys)):
-        gradients(x, torch.zeros(2), **others)
+    for options in ({}, dict(keys=keys)):
+        gradients(x, torch.zeros(2), **options)
     attend(x[:, :1], torch.zeros(2), keys=keys)
     assert (torch.tensor([1e-38]) / 10).item() > 0
 
@@ -331,9 +331,7 @@ def test_what_has_no_kernel_of_its_own_is_computed_in_float32(dtype, monkeypatch
         assert select_impl(query, log_sigma=log_sigma, **options) == "cpu"
         got, want = attend(query, log_sigma, **options), attend(query.float(), log_sigma, **_single(options))
         assert got.dtype == dtype and torch.equal(got, want.to(dtype))
-        got, want = (
-            _learned(q, log_sigma, given) for q, given in ((query, options), (query.float(), _single(options)))
-        )
+        got, want = (_learned(q, log_sigma, case) for q, case in ((query, options), (query.float(), _single(options))))
         assert equal(got, [t.to(g.dtype) for t, g in zip(want, got, strict=True)])
 
 
@@ -349,7 +347,7 @@ def _learned(x, log_sigma, options):
 
 
 def test_what_it_cannot_serve_is_said_once_and_goes_to_sdpa(caplog):
-    dispatch._said.clear()
+    dispatch._logged.clear()
     x = torch.zeros(1, 4, 2, 136)
     for refused, reason in ((x, "head_dim <= 128, got 136"), (x[..., :16].to("meta"), "CPU tensors, got meta")):
         with pytest.raises(ValueError, match=reason):

@@ -154,15 +154,16 @@ def test_the_operators_names_change_with_what_they_take_and_give_back():
     lines = [str(operator._schema) for operator in operators]
 
     def call(operator, *arguments):
-        given = operator(*arguments)
-        shown = (f"{str(t.dtype)[6:]} {tuple(t.shape)}" for t in (given if isinstance(given, tuple) else [given]))
-        lines.append(f"{operator.name()[9:-3]}: {', '.join(shown)}")
-        return given
+        results = operator(*arguments)
+        tensors = results if isinstance(results, tuple) else [results]
+        described = (f"{str(t.dtype)[6:]} {tuple(t.shape)}" for t in tensors)
+        lines.append(f"{operator.name()[9:-3]}: {', '.join(described)}")
+        return results
 
     with torch._subclasses.FakeTensorMode():
         x, log_sigma, options = torch.empty(2, 9, 3, 16), torch.empty(3), (-1, 0, False, 1e-6)
-        kept = call(op.attend, x, None, None, log_sigma, None, *options, True)
+        saved = call(op.attend, x, None, None, log_sigma, None, *options, True)
         call(op.attend, x.bfloat16(), None, None, log_sigma, None, *options, True)
-        call(op.attend_backward, x, x, x, None, log_sigma, None, *kept, *options)
+        call(op.attend_backward, x, x, x, None, log_sigma, None, *saved, *options)
         call(decoding.attend_cached, x, None, x, log_sigma, None, None, None, [9], [], [], -1, 0)
     assert lines == WHAT_OPERATORS_TAKE_AND_GIVE_BACK.strip().splitlines()

@@ -95,9 +95,9 @@ def test_threads_do_not_change_a_bit(threads, queries, keys, mask):
 @pytest.mark.parametrize("keys", [2048, 2049])
 @pytest.mark.parametrize("with_values", [False, True], ids=["own", "values"])
 def test_sums_keep_to_the_budget_where_rests_begin(keys, with_values):
-    x, others, values, grad_y = (make_features("normal", (1, n, 1, 16), seed=n) for n in (20, keys, keys + 1, 21))
+    x, many, values, grad_y = (make_features("normal", (1, n, 1, 16), seed=n) for n in (20, keys, keys + 1, 21))
     values = values[:, :keys] if with_values else None
-    for queries, of_keys, of_values, grad in [(x, others, values, grad_y[:, :20]), (others, x, None, others)]:
+    for queries, of_keys, of_values, grad in [(x, many, values, grad_y[:, :20]), (many, x, None, many)]:
         testing.check(attend, Problem(queries, torch.ones(1), keys=of_keys, values=of_values, grad_y=grad, eps=0.0))
 
 

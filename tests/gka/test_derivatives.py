@@ -133,8 +133,8 @@ def test_auto_has_forward_mode_with_every_mask(options):
 
     def derivatives(dtype, impl, compiled):
         def function(x, log_sigma):
-            given = {name: t.to(dtype) if name == "keys" else t for name, t in options.items()}
-            return gaussian_attention(nn.functional.rms_norm(x, (4,)), log_sigma, eps=0.0, impl=impl, **given)
+            cast = {name: t.to(dtype) if name == "keys" else t for name, t in options.items()}
+            return gaussian_attention(nn.functional.rms_norm(x, (4,)), log_sigma, eps=0.0, impl=impl, **cast)
 
         def tangent(x, log_sigma, direction):
             return torch.func.jvp(function, (x, log_sigma), (direction, torch.ones_like(log_sigma)))[1]

@@ -9,7 +9,8 @@ import torch
 from gka import decode_attention, gaussian_attention, select_impl, testing
 from gka.dispatch import IMPLEMENTATIONS, _preferred, why_not
 from gka.masking import Mask
-from gka.request import CONDITIONS, HIDING, OPTIONS, gaussian_request
+from gka.options import Options, gaussian_request
+from gka.request import CONDITIONS, HIDING, OPTIONS
 from gka.validation import FLOATING
 from operator_cases import IMPLS
 
@@ -73,17 +74,16 @@ def test_a_mask_that_is_not_declared_is_refused(impl, condition, monkeypatch):
 def test_options_of_decoding_are_served_or_refused_by_name(impl):
     cache, tables = features(tokens=20), tuple(torch.ones(20, SIZE // 2) for _ in range(2))
     scales = torch.full((2, SIZE), 1.5)
-    given = dict(rotary=dict(rotary=tables), channel_scales=dict(rotary=tables, channel_scales=scales))
-    given |= {name: {name: [0, 1]} for name in ("key_delays", "value_delays")} | dict(cache_lengths=dict(lengths=[20]))
-    assert set(given) == set(OPTIONS) - HIDING - {"forward_mode"}
-    for name, options in given.items():
-        settings = dict(eps=0.0, constant_norm=False)
-        asked = {name if option == "lengths" else option: value for option, value in options.items()}
-        request = gaussian_request(features(), sigma(), cache, None, True, None, **settings, **asked)
+    cases = dict(rotary=dict(rotary=tables), channel_scales=dict(rotary=tables, channel_scales=scales))
+    cases |= {name: {name: [0, 1]} for name in ("key_delays", "value_delays")} | dict(cache_lengths=dict(lengths=[20]))
+    assert set(cases) == set(OPTIONS) - HIDING - {"forward_mode"}
+    for name, options in cases.items():
+        requested = {name if option == "lengths" else option: value for option, value in options.items()}
+        request = gaussian_request(features(), sigma(), cache, None, Options(causal=True, **requested))
         if name in IMPLEMENTATIONS[impl].SERVES.options:
             assert why_not(impl, request) is None
         else:
-            assert why_not(impl, request) == f"{impl} does not serve {', '.join(asked)}"
+            assert why_not(impl, request) == f"{impl} does not serve {', '.join(requested)}"
         got, want = (decode_attention(features(), sigma(), cache, **options, impl=i) for i in (impl, "reference"))
         torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
 
@@ -94,5 +94,5 @@ def test_options_of_decoding_are_served_or_refused_by_name(impl):
 ])  # fmt: skip
 def test_the_cpu_kernel_says_what_it_decodes(change, limit):
     x, cache = features(**change), features(**{**change, "tokens": 20})
-    request = gaussian_request(x, sigma(), cache, None, True, None, eps=0.0, constant_norm=False, cache_lengths=[20])
+    request = gaussian_request(x, sigma(), cache, None, Options(causal=True, cache_lengths=[20]))
     assert why_not("cpu", request) == f"the CPU kernel serves cache_lengths {limit}"

@@ -95,8 +95,8 @@ def test_the_recipes_run_on_the_kernels(recipe, capability, monkeypatch):
     shape, arguments = RECIPES[recipe]
     for dtype in (torch.bfloat16, torch.float32):
         x = torch.empty(shape, dtype=dtype, device="cuda:0", requires_grad=True)
-        others = [{}, {"values": x * 2}, *([{"keys": x + 1, "values": x * 2}] if "causal" in arguments else [])]
-        chosen = {select_impl(x, **arguments, **other) for other in others}
+        cases = [{}, {"values": x * 2}, *([{"keys": x + 1, "values": x * 2}] if "causal" in arguments else [])]
+        chosen = {select_impl(x, **arguments, **other) for other in cases}
         if capability < (8, 0):
             assert chosen <= {"flex", "sdpa"}
             continue

@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from gka import GaussianKernelAttention, api
+from gka import GaussianKernelAttention, dispatch
+from gka.masking import Mask
 
 # Of sequences of 9 and 4 tokens; the last has a token of padding between them.
 PADDED = {
@@ -34,35 +35,36 @@ def layer_and_tokens(**options):
     return layer, torch.randn(2, 9, 24, dtype=torch.float64, requires_grad=True)
 
 
-def mixed_by_hand(layer, x, causal):
+def mixed_by_hand(layer, x, causal, window):
     """Tokens of one sequence (T, dim), a head at a time, from the definition."""
     values = nn.functional.rms_norm(x.view(len(x), 4, 6), (6,))
     features = nn.functional.rms_norm(values * layer.log_scale.exp().view(4, 6), (6,))
     before = [max(0, token - 1) for token in range(len(x))]
     heads = []
     for head, letter in enumerate("PSPS"):
-        own, keys, value = features[:, head], features[:, head], values[:, head]
+        queries, keys, value = features[:, head], features[:, head], values[:, head]
         keys, value = (keys, value[before]) if letter == "P" else (keys[before], value)
-        apart = (own[:, None] - keys).square().sum(-1)
+        apart = (queries[:, None] - keys).square().sum(-1)
         kernel = torch.exp(-apart / (2 * layer.log_sigma[head].exp() ** 2))
-        kernel = kernel.tril() if causal else kernel
+        seen = Mask(causal, window).dense(len(x), len(x), x.device)
+        kernel = kernel * seen
         heads.append(kernel / kernel.sum(-1, keepdim=True) @ value)
     return layer.proj(torch.cat(heads, dim=-1))
 
 
-@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("causal,window", [(True, None), (False, None), (True, 2), (False, 1)])
 @pytest.mark.parametrize("padded", PADDED)
-def test_head_offsets_are_their_definition_with_padding_too(padded, causal):
+def test_head_offsets_are_their_definition_with_padding_too(padded, causal, window):
     """Outputs and all gradients; a NaN in padding reaches nothing."""
-    layer, x = layer_and_tokens(causal=causal, head_offsets="ps")
+    layer, x = layer_and_tokens(causal=causal, window=window, head_offsets="ps")
     padding = PADDED[padded]
     tokens = x.masked_fill(padding[..., None], torch.nan)
     y, weights = layer(tokens, key_padding_mask=padding, need_weights=True)
-    want = [mixed_by_hand(layer, row[~hidden], causal) for row, hidden in zip(x, padding)]
+    want = [mixed_by_hand(layer, row[~hidden], causal, window) for row, hidden in zip(x, padding)]
     learned = [x, *layer.parameters()]
     expected = torch.autograd.grad(sum(one.square().sum() for one in want), learned)
-    given = torch.autograd.grad(y[~padding].square().sum(), learned)
-    for got, right in zip((y[~padding], *given), (torch.cat(want), *expected)):
+    gradients = torch.autograd.grad(y[~padding].square().sum(), learned)
+    for got, right in zip((y[~padding], *gradients), (torch.cat(want), *expected)):
         torch.testing.assert_close(got, right, rtol=1e-9, atol=1e-9)
     torch.testing.assert_close(y[padding], layer.proj.bias.expand(int(padding.sum()), 24))
     rows = weights.sum(-1).transpose(1, 2)
@@ -86,12 +88,12 @@ def test_a_padded_causal_layer_with_offsets_takes_the_fused_kernel_compiled_too(
     """Where no token sees padding nothing is hidden but by the causal mask, which every kernel serves."""
     layer, x = layer_and_tokens(causal=True, head_offsets="PS")
     layer, x, taken = layer.float(), x.detach().float(), []
-    choose = api.choose
-    monkeypatch.setattr(api, "choose", lambda *given: taken.append(choose(*given)) or taken[-1])
+    choose = dispatch.choose
+    monkeypatch.setattr(dispatch, "choose", lambda *arguments: taken.append(choose(*arguments)) or taken[-1])
     fused = layer.chosen_impl(9)
     for padding in PADDED.values():
         layer(x, key_padding_mask=padding)
-    assert taken == [fused] * (1 + len(PADDED))
+    assert taken == [fused] * len(PADDED)
     compiled = torch.compile(layer, backend="eager", fullgraph=True)
     for padding in PADDED.values():
         torch.testing.assert_close(compiled(x, key_padding_mask=padding), layer(x, key_padding_mask=padding))

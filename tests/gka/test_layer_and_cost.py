@@ -123,9 +123,9 @@ def test_layer_under_autocast():
     multihead = GaussianMultiheadAttention(32, 2)
     multihead.load_state_dict({name.replace("proj", "out_proj"): t for name, t in layer.state_dict().items()})
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
-        given = x.to(dtype)
+        tokens = x.to(dtype)
         with torch.autocast("cpu", torch.bfloat16):
-            outputs = layer(given), layer(given, x)[:1], multihead(*[given.transpose(0, 1)] * 3)[0].transpose(0, 1)
+            outputs = layer(tokens), layer(tokens, x)[:1], multihead(*[tokens.transpose(0, 1)] * 3)[0].transpose(0, 1)
         for y in outputs:
             assert y.dtype == torch.bfloat16
             torch.testing.assert_close(y.float(), layer(x)[: len(y)], rtol=0.04, atol=0.04)

@@ -44,8 +44,8 @@ def test_it_computes_what_the_layer_computes():
     same((first(y), weights), (want, want_weights))
     floats = torch.zeros(9, 9).masked_fill(~mask, float("-inf"))
     by_head = floats.expand(12, 9, 9)
-    for given in (floats, by_head):
-        same(torchs(first(x), first(x), first(x), attn_mask=given)[0], y)
+    for mask in (floats, by_head):
+        same(torchs(first(x), first(x), first(x), attn_mask=mask)[0], y)
     y, weights = torchs(first(x), first(context), first(context), key_padding_mask=PADDING[:, :5])
     want, want_weights = layer(x, context, key_padding_mask=PADDING[:, :5], need_weights=True)
     same((first(y), weights), (want, want_weights.mean(1)))

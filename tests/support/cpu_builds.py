@@ -16,10 +16,10 @@ needs_compiler = pytest.mark.skipif(build.obstacle() is not None, reason=str(bui
 
 def begin(folder, output: Path, **variables) -> processes.Running:
     """Start a process that looks for the kernel, with the cache `folder`; it notes what it says in `output`."""
-    kept = {name: value for name, value in os.environ.items() if name not in ("CXX", build.SWITCH)}
+    environ = {name: value for name, value in os.environ.items() if name not in ("CXX", build.SWITCH)}
     places = {"PYTHONPATH": str(ROOT), build.FOLDER: str(folder), "OMP_NUM_THREADS": "1"}
     # None: a variable is not set.
-    return processes.start("ask_cpu_kernel", folder=output, env={build.SWITCH: None, **kept, **places, **variables})
+    return processes.start("ask_cpu_kernel", folder=output, env={build.SWITCH: None, **environ, **places, **variables})
 
 
 def ask(folder, **variables):

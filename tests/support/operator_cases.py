@@ -69,10 +69,10 @@ def foreign(
     def draw(tokens: int, seed: int, kind: str = "normal") -> torch.Tensor:
         return testing.make_features(kind, (2, tokens, 2, head_dim), dtype, seed)
 
-    others = dict(keys=draw(num_keys, 3, kind), values=draw(num_keys, 1) if with_values else None)
+    tensors = dict(keys=draw(num_keys, 3, kind), values=draw(num_keys, 1) if with_values else None)
     grad_y = draw(num_queries, 2) if with_gradients else None
     log_sigma = testing.make_log_sigma(2, head_dim)
-    return Problem(draw(num_queries, 0, kind), log_sigma, mask=mask, grad_y=grad_y, **others)
+    return Problem(draw(num_queries, 0, kind), log_sigma, mask=mask, grad_y=grad_y, **tensors)
 
 
 # Triton's kernels

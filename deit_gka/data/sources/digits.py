@@ -3,12 +3,12 @@
 import numpy as np
 from PIL import Image
 
-from deit_gka.data.sources.base import ImageSource, Record
+from deit_gka.data.sources.base import Record, Source
 from trainkit_gka import extras
 from trainkit_gka.cli import UserError
 
 
-class Digits(ImageSource):
+class Digits(Source):
     """A third of the digits is `val`, every class alike, always the same ones."""
 
     def __init__(self, split: str):

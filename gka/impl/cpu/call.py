@@ -5,16 +5,16 @@ import functools
 import logging
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import groupby
 
 import torch
 
 from gka.bandwidth import LOG_SIGMA_BOUND
-from gka.hiding import finished, finite
 from gka.impl.cpu.build import library
 from gka.impl.cpu.structs import NO_TENSOR, REQUEST, address, tensor
 from gka.masking import Mask
+from gka.padding_and_masks import with_zeros_and_nan, without_nonfinite
 from gka.request import GaussianRequest
 
 FORWARD, BACKWARD = range(2)
@@ -32,10 +32,10 @@ def forward(
     y, row_state, residual, largest = _forward(x, keys, values, log_sigma, lengths, *options)
     if _hides(before, after) and not _is_finite(row_state if values is None and lengths is None else y):
         request = _request(x, keys, values, log_sigma, lengths, before, after)
-        clean, spoilt = finite(request)
-        if spoilt is not None:
+        clean, nan_rows = without_nonfinite(request)
+        if nan_rows is not None:
             y, row_state, residual, largest = _forward(clean.x, clean.keys, clean.values, log_sigma, lengths, *options)
-            y = finished(request, y, spoilt)
+            y = with_zeros_and_nan(request, y, nan_rows)
     return y, row_state, residual, largest
 
 
@@ -58,10 +58,10 @@ def backward(
     options = before, after, centred, eps
     gradients = _backward(grad_y, x, keys, values, log_sigma, lengths, y, row_state, residual, *options)
     if _hides(before, after) and not _is_finite(gradients[0]):
-        clean, spoilt = finite(_request(x, keys, values, log_sigma, lengths, before, after))
+        clean, nan_rows = without_nonfinite(_request(x, keys, values, log_sigma, lengths, before, after))
         # Where a row is NaN and counts, so are the gradients of all that it sees.
-        if spoilt is not None and not grad_y.masked_select(spoilt).any():
-            y = y.masked_fill(spoilt, 0.0)
+        if nan_rows is not None and not grad_y.masked_select(nan_rows).any():
+            y = y.masked_fill(nan_rows, 0.0)
             features = clean.x, clean.keys, clean.values
             gradients = _backward(grad_y, *features, log_sigma, lengths, y, row_state, residual, *options)
     return gradients
@@ -167,7 +167,8 @@ def _call(
         own_values=values is None, centred=centred, threads=num_threads(),
     )  # fmt: skip
     members |= {name: tensor(t) for name, t in tensors.items() if t is not None}
-    parts, largest, scratch = (members,), 0.0, None
+    parts: Iterable[dict] = (members,)
+    largest, scratch = 0.0, None
     if lengths is not None:
         parts = _parts(members, _rows_of_equal_length(x, keys, lengths), x.element_size(), row_state)
     for part in parts:
@@ -185,12 +186,11 @@ def _parts(members: dict, rows_of_equal_length, size: int, row_state) -> Iterato
     """
     of_query = row_state.element_size() * row_state.shape[1] * (2 if row_state.dim() == 4 else 1)
     states, dlog_sigma = members["row_state"], members["dlog_sigma"]
+    tensors = [(name, *members[name]) for name in REQUEST.tensors if members[name][0]]  # null pointers stay so
     for first, rows, length in rows_of_equal_length:
         part = members | dict(batch=rows, num_keys=length, row_state=states, dlog_sigma=dlog_sigma)
-        for name in NO_TENSORS:
-            data, batch_stride, *strides = members[name]
-            if data:
-                part[name] = (data + first * batch_stride * size, batch_stride, *strides)
+        for name, data, batch_stride, token_stride, head_stride in tensors:
+            part[name] = (data + first * batch_stride * size, batch_stride, token_stride, head_stride)
         if members["own_keys"]:
             part["num_queries"] = length
         yield part

@@ -39,8 +39,8 @@ def unavailable(request: GaussianRequest) -> str | None:
     x = request.x
     if x.device.type != "cpu":
         return f"the CPU kernel takes CPU tensors, got {x.device.type}"
-    if (asked := _asked_of_decoding(request)) and (limit := _limit_of_decoding(request)):
-        return f"the CPU kernel serves {', '.join(asked)} {limit} only"
+    if (requested := _options_of_decoding(request)) and (limit := _limit_of_decoding(request)):
+        return f"the CPU kernel serves {', '.join(requested)} {limit} only"
     pads = request.lengths is not None or request.key_padding_mask is not None
     if pads and not request.own_keys and request.mask != Mask():
         return "the CPU kernel serves padded keys that are not the queries without causal and window only"
@@ -51,8 +51,8 @@ def unavailable(request: GaussianRequest) -> str | None:
     return build.obstacle()
 
 
-def _asked_of_decoding(request: GaussianRequest) -> list[str]:
-    return [option for option in request.asks if option in DECODING]
+def _options_of_decoding(request: GaussianRequest) -> list[str]:
+    return [option for option in request.requested if option in DECODING]
 
 
 def _limit_of_decoding(request: GaussianRequest) -> str | None:
@@ -84,7 +84,7 @@ def gaussian(request: GaussianRequest) -> torch.Tensor:
     """
     from_cache = not request.own_keys and request.lengths is None
     few = from_cache and request.num_queries <= DECODE_QUERIES and not request.needs_grad
-    decodes = few or bool(_asked_of_decoding(request))
+    decodes = few or bool(_options_of_decoding(request))
     has_kernel = request.x.dtype == torch.bfloat16 and (decodes or call.has_bfloat16())
     single = request.x.dtype in HALF and not has_kernel
     if decodes:
@@ -200,8 +200,8 @@ def _differentiate(ctx, grad_y, *_):
     batched = torch._C._functorch.is_legacy_batchedtensor(grad_y)  # is_grads_batched=True: torch loops over operators
     plain = is_plain(grad_y, *saved) and not batched and not torch.is_grad_enabled()
     route = call.backward if plain else attend_backward
-    dx, dlog_sigma, *others = route(grad_y, *saved, *ctx.options)
-    dkeys, dvalues = (None if t is None else gradient for t, gradient in zip(saved[1:3], others, strict=True))
+    dx, dlog_sigma, *gradients = route(grad_y, *saved, *ctx.options)
+    dkeys, dvalues = (None if t is None else gradient for t, gradient in zip(saved[1:3], gradients, strict=True))
     return dx, dkeys, dvalues, dlog_sigma, None, None, None, None, None, None
 
 

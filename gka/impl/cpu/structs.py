@@ -1,6 +1,8 @@
 """The structs of source/request.h and source/decode.h: how Python packs the arguments of a call into bytes for C."""
 
 import struct
+from itertools import chain
+from operator import itemgetter
 
 import torch
 
@@ -15,15 +17,15 @@ class Layout:
     """
 
     def __init__(self, name: str, tensors: str, numbers: dict[str, str]) -> None:
-        self.name, self.tensors, self.numbers = name, tensors.split(), " ".join(numbers.values()).split()
+        self.name, self.tensors = name, tensors.split()
         types = (f"{len(names.split())}{code}" for code, names in numbers.items())
         self._struct = struct.Struct("".join(("4q" * len(self.tensors), *types)))
+        self._tensors, self._numbers = itemgetter(*self.tensors), itemgetter(*" ".join(numbers.values()).split())
         self.size = self._struct.size
 
     def pack(self, members: dict) -> bytes:
         """The bytes of the struct: 4 numbers for a tensor, else one. Raises KeyError where a member is missing."""
-        addresses = [number for name in self.tensors for number in members[name]]
-        return self._struct.pack(*addresses, *[members[name] for name in self.numbers])
+        return self._struct.pack(*chain.from_iterable(self._tensors(members)), *self._numbers(members))
 
 
 REQUEST = Layout(

@@ -136,9 +136,9 @@ def _differentiate(ctx, grad_y, grad_level, grad_norm):
     if grad_y is None:
         return (None,) * 9
     saved = ctx.saved_tensors
-    dx, dlog_sigma, *others = attend_backward(grad_y, *saved, *ctx.limits)
-    others = iter(others)
-    dkeys, dvalues = (None if t is None else next(others) for t in saved[1:3])
+    dx, dlog_sigma, *gradients = attend_backward(grad_y, *saved, *ctx.limits)
+    gradients = iter(gradients)
+    dkeys, dvalues = (None if t is None else next(gradients) for t in saved[1:3])
     return dx, dkeys, dvalues, dlog_sigma, None, None, None, None, None
 
 

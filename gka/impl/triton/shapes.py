@@ -13,5 +13,5 @@ def output_like(x: torch.Tensor, keys: torch.Tensor | None, constant_norm: bool)
 
 def gradients_like(x, keys, values, log_sigma) -> list[torch.Tensor]:
     """[dx, dlog_sigma] of `gka::attend_backward` and, where they are not x, dkeys and dvalues."""
-    others = [t.new_empty(t.shape) for t in (keys, values) if t is not None]
-    return [x.new_empty(x.shape), torch.empty_like(log_sigma), *others]
+    gradients = [t.new_empty(t.shape) for t in (keys, values) if t is not None]
+    return [x.new_empty(x.shape), torch.empty_like(log_sigma), *gradients]

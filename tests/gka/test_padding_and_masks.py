@@ -120,51 +120,66 @@ def padded(kind):
     return dict(key_padding_mask=mask), mask
 
 
+FORMS = {  # whether keys are not the queries, whether values are not the keys
+    "own": (False, False),
+    "values": (False, True),
+    "foreign": (True, False),
+    "foreign values": (True, True),
+}
+
+
+def problem_of(form, mask, dtype, impl) -> Problem:
+    """A problem of SHAPE's padded tokens, and of 21 queries if the keys are not the queries."""
+    foreign, with_values = FORMS[form]
+    problem = Problem.seeded("normal", SHAPE, dtype, with_values=with_values, mask=mask, eps=eps_of(impl))
+    if dtype == torch.float64:
+        problem = replace(problem, log_sigma=problem.log_sigma.double())
+    if not foreign:
+        return problem
+    x, grad_y = (make_features("normal", (SHAPE[0], 21, *SHAPE[2:]), dtype, seed=seed) for seed in (1, 2))
+    return replace(problem, x=x, keys=problem.x, grad_y=grad_y, eps=0.0)
+
+
 @pytest.mark.parametrize("impl", IMPLS)
-@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("kind", ["lengths", "right", "left", "anywhere"])
-def test_padding_is_as_if_it_were_not_there(kind, causal, impl):
+def test_padding_is_as_if_it_were_not_there(kind, form, impl):
+    """For every mask and dtype that is declared: a window counts tokens, and nothing is read from padding."""
     arguments, padding = padded(kind)
-    for with_values in (False, True):
-        problem = Problem.seeded("normal", SHAPE, with_values=with_values, mask=Mask(causal), eps=eps_of(impl))
-        hidden = padding[:, :, None, None]
-        garbage = {
-            name: t.masked_fill(hidden, 1e4) for name in ("x", "values") if (t := getattr(problem, name)) is not None
-        }
-        got = gradients(replace(problem, **garbage), causal=causal, impl=impl, **arguments)
-        check(problem, padding, got, slack=0.0)
-        for name in ("y", "dx", "dvalues"):
-            assert name not in got or not got[name].masked_select(hidden).any()
+    serves, hidden = IMPLEMENTATIONS[impl].SERVES, padding[:, :, None, None]
+    masks = [Mask()] if FORMS[form][0] else [Mask(), Mask(causal=True), Mask(causal=True, window=7), Mask(window=4)]
+    dtypes = [dtype for dtype in serves.dtypes if kind == "anywhere" and dtype != torch.float32]
+    if impl == "triton":  # whose interpreter gets a bare tl.dot of bfloat16 wrong; test_triton_gpu.py has it on a GPU
+        dtypes = dtypes and [torch.float16]
+    for mask, dtype in [*((mask, torch.float32) for mask in masks), *((masks[-1], dtype) for dtype in dtypes)]:
+        problem = problem_of(form, mask, dtype, impl)
+        names = ("keys", "values") if FORMS[form][0] else ("x", "values")
+        tensors = {name: t for name in names if (t := getattr(problem, name)) is not None}
+        garbage = replace(problem, **{name: t.masked_fill(hidden, 1e4) for name, t in tensors.items()})
+        got = gradients(garbage, causal=mask.causal, window=mask.window, impl=impl, **arguments)
+        check(problem, padding, got, slack=1e-6 if dtype in (torch.float16, torch.bfloat16) else 0.0)
+        of_padding = ("dkeys", "dvalues") if FORMS[form][0] else ("y", "dx", "dvalues")
+        assert not any(got[name].masked_select(hidden).any() for name in of_padding if name in got)
+        if FORMS[form][0]:  # a row without any key
+            assert not any(got[name][2].any() for name in ("y", "dx") if name in got)
 
 
-@pytest.mark.parametrize("impl", IMPLS)
-def test_a_window_counts_places(impl):
-    arguments, padding = padded("lengths")
-    problem = Problem.seeded("normal", SHAPE, mask=Mask(True, 7), eps=eps_of(impl))
-    check(problem, padding, gradients(problem, causal=True, window=7, impl=impl, **arguments), slack=0.0)
-
-
-@pytest.mark.parametrize("impl", IMPLS)
-@pytest.mark.parametrize("kind", ["lengths", "anywhere"])
-@pytest.mark.parametrize("with_values", [False, True], ids=["keys", "values"])
-def test_padded_foreign_keys(with_values, kind, impl):
-    arguments, padding = padded(kind)
-    batch, tokens, heads, width = SHAPE
-    draw = lambda length, seed: make_features("normal", (batch, length, heads, width), seed=seed)  # noqa: E731
-    others = dict(keys=draw(tokens, 1), values=draw(tokens, 2) if with_values else None, grad_y=draw(21, 3))
-    problem = Problem(draw(21, 0), make_log_sigma(heads, width), **others)
-    got = gradients(problem, impl=impl, **arguments)
-    check(problem, padding, got, slack=0.0)
-    assert not any(got[name][2].any() for name in ("y", "dx") if name in got)  # a row without any key
-
-
-@pytest.mark.parametrize("impl", IMPLS)
-def test_padding_in_half_precision(impl):
+def test_a_window_counts_tokens_in_weights_and_beside_another_mask():
     arguments, padding = padded("anywhere")
-    # Triton's interpreter gets a bare tl.dot of bfloat16 wrong; test_triton_gpu.py has it on a GPU.
-    for dtype in (torch.float16,) if impl == "triton" else (torch.float16, torch.bfloat16):
-        problem = Problem.seeded("normal", SHAPE, dtype, eps=eps_of(impl))
-        check(problem, padding, gradients(problem, impl=impl, **arguments), slack=1e-6)
+    problem = Problem.seeded("normal", SHAPE, torch.float64, with_values=True)
+    x, values, log_sigma = problem.x, problem.values, problem.log_sigma.double()
+    mask = torch.rand(1, 2, SHAPE[1], SHAPE[1], generator=torch.Generator().manual_seed(1)) < 0.9
+    options = dict(causal=True, window=7)
+    got = gaussian_attention(x, log_sigma, values=values, attn_mask=mask, impl="sdpa", **options, **arguments)
+    weights = gaussian_weights(x, log_sigma, attn_mask=mask, **options, **arguments)
+    torch.testing.assert_close(torch.einsum("bhij,bjhd->bihd", weights, values), got, rtol=1e-10, atol=1e-10)
+    for row in range(len(x)):
+        places = (~padding[row]).nonzero()[:, 0]
+        if len(places):
+            tokens = [t[row : row + 1, places] for t in (x, values)]
+            seen = mask[:, :, places][..., places]
+            want = gaussian_attention(tokens[0], log_sigma, values=tokens[1], attn_mask=seen, impl="sdpa", **options)
+            torch.testing.assert_close(got[row : row + 1, places], want, rtol=1e-10, atol=1e-10)
 
 
 @pytest.mark.parametrize("impl", [*LEARNING, "flex"])  # triton keeps it between its tiles alone
@@ -253,7 +268,7 @@ def test_auto_takes_what_serves():
     assert select_impl(x, lengths=lengths) == select_impl(x, key_padding_mask=anywhere) == AUTO_ON_CPU
     assert select_impl(x, lengths=lengths, impl="triton") == "triton" or DEVICE == "cuda"
     assert select_impl(x, attn_mask=torch.ones(12, 12, dtype=torch.bool)) == "sdpa"
-    assert select_impl(x, key_padding_mask=anywhere, window=3) == "sdpa"  # a window counts places
+    assert select_impl(x, key_padding_mask=anywhere, window=3) == AUTO_ON_CPU
     with pytest.raises(ValueError, match="cpu does not serve attn_mask"):
         select_impl(x, attn_mask=torch.ones(12, 12), impl="cpu")
     assert select_impl(x, lengths=torch.tensor([12, 12]), impl="flex") == "flex"  # nothing is padding
