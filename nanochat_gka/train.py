@@ -209,7 +209,8 @@ class Trainer(BaseTrainer):
         # Optimiser
         groups = parameter_groups(self.model, config, self.horizon.lr_scale, self.horizon.weight_decay_scale)
         check_decay(groups)
-        self.optimizer = MuonAdamW(groups, runtime, compile=compiled)
+        through_float32 = self._multiplies_through_float32(checkpoint)
+        self.optimizer = MuonAdamW(groups, runtime, compile=compiled, through_float32=through_float32)
         # Evaluations, in this order
         every, core_every, samples = config.eval_every, config.core_metric_every, config.sample_every
         self.evaluations.append(Evaluation("eval", every, self._log_evaluation, EVAL_KEYS, at_start=True))
@@ -222,6 +223,14 @@ class Trainer(BaseTrainer):
         self.not_timed, self.pace, self.commit = STEPS_NOT_TIMED, Pace(STEPS_NOT_TIMED), git_commit()
         if checkpoint is not None:
             self._load(checkpoint)
+        self.state["muon_through_float32"] = through_float32
+
+    def _multiplies_through_float32(self, checkpoint: Checkpoint | None) -> bool:
+        """Whether Muon does, as bfloat16 products are slow on a rank's CPU. A continued run goes on as it began."""
+        saved = checkpoint.state["progress"].get("muon_through_float32") if checkpoint else None
+        if saved is not None and self.runtime.device.type == "cpu":
+            return saved
+        return self.runtime.any(hardware.bfloat16_products_are_slow(self.runtime.device))
 
     def _load(self, checkpoint: Checkpoint) -> None:
         self.data.check_same(checkpoint.state["data"], self.folder)
@@ -258,10 +267,12 @@ class Trainer(BaseTrainer):
         self.data.warn_of_rows(config.eval_rows, config.eval_tokens, say)
         if note := hardware.slow_bfloat16(self.model.dtype, runtime.device):
             say(note)
+        if self.state["muon_through_float32"]:
+            say("note: this processor has no instructions for bfloat16; Muon's products are computed in float32")
         operators = self.model.operators()
         if operators:
             say(f"Gaussian kernel attention by {', '.join(operators)}")
-        return {"operators": operators}
+        return {"operators": operators, "muon_through_float32": self.state["muon_through_float32"]}
 
     def dry_step(self, batch_size: int) -> None:
         """Take the memory of a step in micro-batches of `batch_size` rows, and leave everything as it is."""

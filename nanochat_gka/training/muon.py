@@ -1,6 +1,7 @@
 """Muon on a stack of matrices of one shape: momentum, Polar Express, variance per neuron, cautious decay.
 
-The orthogonalisation runs in bfloat16 on every device, as upstream's; `dtype` is for tests of the algorithm.
+The orthogonalisation runs in bfloat16 on every device, as upstream's; `dtype` is for tests of the algorithm. Where the
+processor cannot multiply bfloat16, its products are computed in float32 and rounded (`through_float32`).
 """
 
 import torch
@@ -14,14 +15,27 @@ POLAR_EXPRESS = (
 )
 
 
-def polar_express(x: torch.Tensor) -> torch.Tensor:
+def product(a: torch.Tensor, b: torch.Tensor, through_float32: bool) -> torch.Tensor:
+    """a @ b, (K, r, n) and (K, n, c), in their dtype.
+
+    through_float32: widen bfloat16 factors, multiply in float32 and round the result once. That is what instructions
+    for bfloat16 compute too, but for the order of the sums.
+    """
+    return (a.float() @ b.float()).to(a.dtype) if through_float32 else a @ b
+
+
+def polar_express(x: torch.Tensor, through_float32: bool = False) -> torch.Tensor:
     """Approximate the orthogonal polar factor of every matrix in x, (K, r, c), by five odd polynomial steps."""
+
+    def multiply(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        return product(a, b, through_float32)
+
     x = x / (x.norm(dim=(-2, -1), keepdim=True) * 1.02 + 1e-6)
     tall = x.shape[-2] > x.shape[-1]
     for a, b, c in POLAR_EXPRESS:
-        gram = x.mT @ x if tall else x @ x.mT
-        polynomial = b * gram + c * (gram @ gram)
-        x = a * x + (x @ polynomial if tall else polynomial @ x)
+        gram = multiply(x.mT, x) if tall else multiply(x, x.mT)
+        polynomial = b * gram + c * multiply(gram, gram)
+        x = a * x + (multiply(x, polynomial) if tall else multiply(polynomial, x))
     return x
 
 
@@ -55,6 +69,7 @@ def muon_update(
     weight_decay: torch.Tensor,
     beta2: torch.Tensor,
     dtype: torch.dtype = torch.bfloat16,
+    through_float32: bool = False,
 ) -> None:
     """One step for a stack of matrices, all (K, r, c) and updated in place; the hyperparameters are 0-d tensors.
 
@@ -62,7 +77,7 @@ def muon_update(
     shrinks too.
     """
     momentum_buffer.lerp_(gradients, 1 - momentum)
-    update = polar_express(gradients.lerp(momentum_buffer, momentum).to(dtype))
+    update = polar_express(gradients.lerp(momentum_buffer, momentum).to(dtype), through_float32)
     update = equalise_variance(update, second_moment, beta2.to(dtype))
     lr = (lr * max(1.0, parameters.shape[-2] / parameters.shape[-1]) ** 0.5).to(dtype)
     decay = lr * weight_decay.to(dtype)

@@ -8,6 +8,7 @@ Every transfer is started before any is waited for.
 
 import math
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Annotated
 
 import torch
@@ -134,15 +135,17 @@ def adamw_update(parameter, gradient, exp_avg, exp_avg_sq, step, lr, beta1, beta
 class MuonAdamW:
     """The optimiser of a GPT. `step` takes the schedule's values.
 
-    State is saved and loaded whole, whatever the number of ranks.
+    State is saved and loaded whole, whatever the number of ranks. through_float32: how Muon multiplies bfloat16
+    (`muon.product`).
     """
 
-    def __init__(self, groups: list[Group], runtime: Runtime, compile: bool = False):
+    def __init__(self, groups: list[Group], runtime: Runtime, compile: bool = False, through_float32: bool = False):
         self.groups, self.runtime, self.steps, self.deal = groups, runtime, 0, Dealer(runtime)
         # For a CPU one program serves many shapes: it is as fast as one for each, and compiled sooner.
         dynamic = runtime.device.type == "cpu"
         self._adamw, self._muon = (
-            torch.compile(f, dynamic=dynamic) if compile else f for f in (adamw_update, muon_update)
+            torch.compile(f, dynamic=dynamic) if compile else f
+            for f in (adamw_update, partial(muon_update, through_float32=through_float32))
         )
         for group in groups:
             first = group.parameters[0]
