@@ -18,8 +18,8 @@ import torch
 from timm.data import resolve_input_data_config
 from torch import nn
 
-from deit_gka.data.batch import Batch
-from deit_gka.data.sources import FORMS, DataParts, Source, located
+from deit_gka.data.batch import ImageBatch
+from deit_gka.data.sources import FORMS, DataParts, ImageSource, located
 from deit_gka.data.sources.base import ignored_text
 from deit_gka.data.sources.classes import numbers_in_model, one_class_text
 from deit_gka.data.transforms import eval_transform, in_words
@@ -174,7 +174,7 @@ def measure(config: EvaluateConfig, runtime: Runtime) -> dict[str, dict]:
         print(note, file=sys.stderr)
     if config.crop_pct != -1:
         settings["crop_pct"] = config.crop_pct
-    for text in (one_class_text(source.classes), ignored_text(source) if isinstance(source, Source) else ""):
+    for text in (one_class_text(source.classes), ignored_text(source) if isinstance(source, ImageSource) else ""):
         if text and runtime.is_main:
             print(f"warning: {text}", file=sys.stderr)
     transform = eval_transform(**settings)
@@ -185,7 +185,7 @@ def measure(config: EvaluateConfig, runtime: Runtime) -> dict[str, dict]:
         total = -(-len(source) // runtime.world_size)
         task = bar.add_task(f"evaluating {' and '.join(models)}", total=total, status="")
 
-        def advance(batch: Batch) -> None:
+        def advance(batch: ImageBatch) -> None:
             bar.advance(task, len(batch.labels))
             broken.extend(batch.broken)
 

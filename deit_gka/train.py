@@ -21,7 +21,7 @@ import torch
 from rich.progress import Progress
 from torch import nn
 
-from deit_gka.data.batch import Batch
+from deit_gka.data.batch import ImageBatch
 from deit_gka.data.workers import BatchLoader
 from deit_gka.model.accounting import cost_of
 from deit_gka.model.attention import operators_of
@@ -271,7 +271,7 @@ class Trainer(BaseTrainer):
         total = -(-len(self.images.val_set) // self.runtime.world_size)
         task = bar.add_task("evaluating", total=total, status="")
 
-        def advance(batch: Batch) -> None:
+        def advance(batch: ImageBatch) -> None:
             bar.advance(task, len(batch.labels))
             self.broken.report(batch.broken, "left out of the evaluation")
 

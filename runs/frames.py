@@ -1,7 +1,6 @@
-"""The result files as pandas frames: a row for every line, its facts, settings and measurements side by side.
+"""The result files as pandas frames: a row for every line, with its facts, settings and measurements as columns.
 
-A line that lacks what every line of its file has is an error that names the file and the line; a mistake in a table is
-not taken for one.
+This is the one reader of result files for tables. A damaged line is an error that names the file and the line.
 """
 
 import json
@@ -18,9 +17,9 @@ FACTS = ("date", "commit", "hardware", "torch")
 
 
 def records(path: Path, *metrics: str, kind: str = "") -> list[dict[str, Any]]:
-    """The lines of a file of results, of one kind if it is given. A file that is not there has none.
+    """The lines of a result file, of one kind if it is given; none if the file does not exist.
 
-    metrics: what each must have measured. Raises UserError for a line that is not a record of a measurement.
+    metrics: measurements that every line must have. Raises UserError for a line without them or without its facts.
     """
     return [record for _, record in _numbered(path, metrics, kind)]
 
@@ -50,9 +49,9 @@ def _damaged(path: Path, number: int, reason: str) -> UserError:
 
 
 def frame(path: Path, *columns: str, kind: str = "") -> pd.DataFrame:
-    """A row for each record, with its facts, its settings and what it measured as columns, and the record itself.
+    """A row for each record: its facts, settings and measurements as columns, and the record itself in `record`.
 
-    columns: settings or measurements that each must have. Raises UserError as `records` does.
+    columns: settings or measurements that every record must have. Raises UserError as `records` does.
     """
     rows, numbers = [], []
     for number, record in _numbered(path, (), kind):
@@ -60,12 +59,12 @@ def frame(path: Path, *columns: str, kind: str = "") -> pd.DataFrame:
         config = record.get("config", {})
         row = {name: record[name] for name in FACTS} | config | record["metrics"]
         rows.append({**row, "record": record})
-    found = pd.DataFrame(rows)
+    lines = pd.DataFrame(rows)
     for name in columns if rows else ():
-        holes = found.index[found[name].isna()] if name in found else found.index
+        holes = lines.index[lines[name].isna()] if name in lines else lines.index
         if len(holes):
             raise _damaged(path, numbers[holes[0]], f"has no {name}")
-    return found
+    return lines
 
 
 def bench(name: str, results: Path | None = None, quick: bool = False) -> pd.DataFrame:
@@ -98,9 +97,9 @@ def bench(name: str, results: Path | None = None, quick: bool = False) -> pd.Dat
 
 
 def sides(lines: pd.DataFrame) -> pd.DataFrame:
-    """The fastest right line of each role, for each number of threads of one case and phase (0 of a GPU).
+    """The fastest correct line of each role, by number of threads (0 for a GPU). lines: of one case and phase.
 
-    Columns are pairs: what is said of the line, and its role.
+    Columns are pairs: a column of `lines`, and a role.
     """
     right = lines[lines.status == "ok"].fillna({"threads": 0})
     fastest = right.loc[right.groupby(["threads", "role"]).median_ms.idxmin()]
@@ -108,6 +107,6 @@ def sides(lines: pd.DataFrame) -> pd.DataFrame:
 
 
 def ratios(lines: pd.DataFrame) -> pd.Series:
-    """How many times as fast ours is as the baseline, by threads as in `sides`; none where a side was never right."""
+    """The baseline's time over ours, by threads as in `sides`; left out where one of them was never correct."""
     times = sides(lines).get("median_ms", pd.DataFrame()).reindex(columns=["baseline", "ours"])
     return (times.baseline / times.ours).dropna()

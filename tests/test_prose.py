@@ -21,7 +21,7 @@ CODE = tracked(".py")
 
 
 def page(path):
-    """A Markdown page without the tables that runs.tables writes."""
+    """A Markdown page without the tables that programs write."""
     return GENERATED.sub("", (ROOT / path).read_text())
 
 

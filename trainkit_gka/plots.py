@@ -41,13 +41,6 @@ def subplots(
     return figure, figure.subplots(rows, columns, squeeze=squeeze, sharey=sharey)
 
 
-def save(figure, path: Path, dpi: int = 120) -> Path:
-    """Write `figure` with a tight layout to `path`. Returns the path."""
-    figure.tight_layout()
-    figure.savefig(path, dpi=dpi)
-    return path
-
-
 def shades(count: int) -> list[str]:
     """Colours of heads or layers in order, from dark to light."""
     from matplotlib import colormaps

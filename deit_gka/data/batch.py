@@ -9,13 +9,13 @@ from typing import NamedTuple
 
 import torch
 
-from deit_gka.data.order import Key
+from deit_gka.data.order import ImageKey
 from deit_gka.data.seeds import seed_everything
-from deit_gka.data.sources import BrokenImage, Source, Stream, decode
+from deit_gka.data.sources import BrokenImage, ImageSource, ImageStream, decode
 from trainkit_gka.cli import UserError, reason_of
 
 
-class Batch(NamedTuple):
+class ImageBatch(NamedTuple):
     """Images and labels, and the images that could not be read."""
 
     images: torch.Tensor  # (n, 3, S, S) float32, normalised
@@ -30,11 +30,13 @@ class Images:
     numbers: the model's number for each label of the source; None = the same number.
     """
 
-    def __init__(self, source: Source | Stream, transform, training: bool, numbers: Sequence[int] | None = None):
+    def __init__(
+        self, source: ImageSource | ImageStream, transform, training: bool, numbers: Sequence[int] | None = None
+    ):
         self.name, self.transform, self.training, self.numbers = source.name, transform, training, numbers
-        self.source = source if isinstance(source, Source) else None  # a stream's keys bring the images
+        self.source = source if isinstance(source, ImageSource) else None  # a stream's keys bring the images
 
-    def __getitems__(self, keys: list[Key]) -> Batch:
+    def __getitems__(self, keys: list[ImageKey]) -> ImageBatch:
         started = time.perf_counter()
         broken: list[tuple[str, str]] = []
         made = [self._make(key, broken) for key in keys]
@@ -43,9 +45,9 @@ class Images:
         intact = [pair for pair in made if pair is not None]
         images = torch.stack([image for image, _ in intact]) if intact else torch.empty(0, 3, 1, 1)
         labels = torch.tensor([label for _, label in intact], dtype=torch.long)
-        return Batch(images, labels, broken, time.perf_counter() - started)
+        return ImageBatch(images, labels, broken, time.perf_counter() - started)
 
-    def _make(self, key: Key, broken: list[tuple[str, str]]) -> tuple[torch.Tensor, int] | None:
+    def _make(self, key: ImageKey, broken: list[tuple[str, str]]) -> tuple[torch.Tensor, int] | None:
         """Image and label; None for a broken image, which is added to `broken`. Raises MemoryError."""
         name = f"{self.name}, image {key.item}" if isinstance(key.item, int) else key.item[2]
         try:
@@ -73,9 +75,9 @@ def _with_neighbours(made: list) -> list:
     return [made[next((other for other in intact if other >= place), intact[0])] for place in range(len(made))]
 
 
-def assemble(units: Iterator[Batch], size: int) -> Batch:
+def assemble(units: Iterator[ImageBatch], size: int) -> ImageBatch:
     """The next `size` images as one batch. Raises UserError for a unit without any readable image."""
-    parts: list[Batch] = []
+    parts: list[ImageBatch] = []
     while sum(len(part.images) for part in parts) < size:
         parts.append(next(units))
         if not len(parts[-1].images):
@@ -87,11 +89,11 @@ def assemble(units: Iterator[Batch], size: int) -> Batch:
     return join(parts)
 
 
-def join(parts: list[Batch]) -> Batch:
+def join(parts: list[ImageBatch]) -> ImageBatch:
     """Several batches as one."""
     if len(parts) == 1:
         return parts[0]
     images = [part.images for part in parts if len(part.images)] or [parts[0].images]
     broken = [pair for part in parts for pair in part.broken]
     labels, seconds = torch.cat([part.labels for part in parts]), sum(part.seconds for part in parts)
-    return Batch(torch.cat(images), labels, broken, seconds)
+    return ImageBatch(torch.cat(images), labels, broken, seconds)

@@ -14,7 +14,7 @@ from typing import NamedTuple
 from timm.data.distributed_sampler import RepeatAugSampler
 
 from deit_gka.data.seeds import seed_of
-from deit_gka.data.sources import Record, Source, Stream
+from deit_gka.data.sources import ImageSource, ImageStream, Record
 from deit_gka.recipe import Recipe
 from trainkit_gka.cli import UserError
 from trainkit_gka.distributed import Runtime
@@ -23,14 +23,14 @@ UNIT = 64  # images a worker makes at once: at 224 pixels 39 MB of shared memory
 READ_AHEAD = 256  # records of a stream
 
 
-class Piece(NamedTuple):
+class BatchPiece(NamedTuple):
     """The part of an update that one process runs at once."""
 
     places: list[int]  # in the global batch, ordered so that flipping a part pairs its images
     parts: list[tuple[int, int]]  # (group, length): the images that share a Mixup draw
 
 
-def deal(batch_size: int, group_size: int, pairs: range, device_batch_size: int) -> list[Piece]:
+def deal(batch_size: int, group_size: int, pairs: range, device_batch_size: int) -> list[BatchPiece]:
     """The pieces of one update, of at most `device_batch_size` images, for the process that has `pairs` of the batch.
 
     Group g of G is every G-th image from g on, as with G GPUs in DeiT: copies made by repeated augmentation come to lie
@@ -47,7 +47,7 @@ def deal(batch_size: int, group_size: int, pairs: range, device_batch_size: int)
             order = inside + [2 * half - 1 - k for k in reversed(inside)]
             places += [group + groups * k for k in order]
             parts.append((group, len(order)))
-        pieces.append(Piece(places, parts))
+        pieces.append(BatchPiece(places, parts))
     return pieces
 
 
@@ -57,10 +57,10 @@ def split_evenly(places: list[int], most: int) -> list[list[int]]:
     return [places[part * len(places) // count : (part + 1) * len(places) // count] for part in range(count)]
 
 
-class Key(NamedTuple):
+class ImageKey(NamedTuple):
     """One image, and the seed of its augmentation."""
 
-    item: int | Record  # index into a Source, or a record of a Stream
+    item: int | Record  # index into an ImageSource, or a record of an ImageStream
     seed: int
 
 
@@ -73,7 +73,7 @@ class Order:
     images should be repeated.
     """
 
-    def __init__(self, source: Source | Stream, recipe: Recipe, runtime: Runtime, device_batch_size: int):
+    def __init__(self, source: ImageSource | ImageStream, recipe: Recipe, runtime: Runtime, device_batch_size: int):
         size, ranks = recipe.batch_size, runtime.world_size
         pairs = runtime.share(size // 2)
         if not pairs:
@@ -81,7 +81,7 @@ class Order:
         if len(source) < size:
             few = f"{source.name} has {len(source):,} training images, fewer than one batch"
             raise UserError(f"{few}; lower --batch-size (now {size})")
-        if isinstance(source, Stream) and recipe.repeated_aug > 1:
+        if isinstance(source, ImageStream) and recipe.repeated_aug > 1:
             reason = "repeated augmentation needs random access and a stream has none"
             raise UserError(f"{reason}; pass --repeated-aug 1, or use a local copy")
         self.source, self.recipe, self.runtime = source, recipe, runtime
@@ -89,9 +89,9 @@ class Order:
         self.units = [unit for piece in self.pieces for unit in split_evenly(piece.places, UNIT)]
         self.steps_per_epoch = len(source) // size
 
-    def batches(self, start: int, stop: int) -> Iterator[list[Key]]:
+    def batches(self, start: int, stop: int) -> Iterator[list[ImageKey]]:
         """Keys of every unit of every piece of the updates start .. stop-1; `assemble` makes pieces of the units."""
-        draw = self._stream if isinstance(self.source, Stream) else self._random_access
+        draw = self._stream if isinstance(self.source, ImageStream) else self._random_access
         step = start
         while step < stop:
             epoch, first = divmod(step, self.steps_per_epoch)
@@ -99,10 +99,10 @@ class Order:
             yield from draw(epoch, first, last)
             step += last - first
 
-    def _key(self, item, epoch: int, place: int) -> Key:
-        return Key(item, seed_of(self.recipe.seed, "image", epoch, place))
+    def _key(self, item, epoch: int, place: int) -> ImageKey:
+        return ImageKey(item, seed_of(self.recipe.seed, "image", epoch, place))
 
-    def _random_access(self, epoch: int, first: int, last: int) -> Iterator[list[Key]]:
+    def _random_access(self, epoch: int, first: int, last: int) -> Iterator[list[ImageKey]]:
         repeats = self.recipe.repeated_aug
         sampler = RepeatAugSampler(self.source, num_replicas=1, rank=0, num_repeats=repeats, selected_round=0)
         sampler.set_epoch(seed_of(self.recipe.seed, "order", epoch))
@@ -112,7 +112,7 @@ class Order:
             for unit in self.units:
                 yield [self._key(indices[begin + place], epoch, begin + place) for place in unit]
 
-    def _stream(self, epoch: int, first: int, last: int) -> Iterator[list[Key]]:
+    def _stream(self, epoch: int, first: int, last: int) -> Iterator[list[ImageKey]]:
         skipped = first * sum(map(len, self.units))
         if skipped:
             self.runtime.print(f"reading {skipped:,} images of this epoch again, to go on where it stopped")

@@ -10,9 +10,9 @@ from typing import Annotated
 import torch
 from torch.utils.data import DataLoader
 
-from deit_gka.data.batch import Batch, Images, join
-from deit_gka.data.order import UNIT, Key
-from deit_gka.data.sources import Source, Stream
+from deit_gka.data.batch import ImageBatch, Images, join
+from deit_gka.data.order import UNIT, ImageKey
+from deit_gka.data.sources import ImageSource, ImageStream
 from trainkit_gka import workers
 from trainkit_gka.cli import Bounds, PassingFault
 from trainkit_gka.command import command_line
@@ -25,7 +25,7 @@ BATCH_TIMEOUT = 600.0  # seconds
 CHECK_INTERVAL = 5.0  # seconds without a batch after which to see whether the workers live
 
 
-class BatchLoader(Iterator[Batch]):
+class BatchLoader(Iterator[ImageBatch]):
     """The batches of `loader`, in order. Its workers start here and end with `end`."""
 
     def __init__(self, loader: DataLoader, timeout: float):
@@ -33,7 +33,7 @@ class BatchLoader(Iterator[Batch]):
         self._workers = getattr(self._loader, "_workers", [])
         self._checks = round(timeout / loader.timeout) if loader.timeout else 1
 
-    def __next__(self) -> Batch:
+    def __next__(self) -> ImageBatch:
         """Raises PassingFault if the workers have sent nothing for too long, or one has died."""
         for _ in range(self._checks):  # counted, not timed: a machine may have slept
             try:
@@ -84,7 +84,7 @@ def worker_context(data: str = ""):
     return workers.context("deit_gka", *(["datasets"] if data.startswith("hf:") else []))
 
 
-def batches(images: Images, keys: Iterable[list[Key]], num_workers: int, device: torch.device) -> BatchLoader:
+def batches(images: Images, keys: Iterable[list[ImageKey]], num_workers: int, device: torch.device) -> BatchLoader:
     """Run `images` over `keys` in worker processes (0: in this one); batches come in order."""
     options = dict(batch_sampler=keys, collate_fn=_as_it_is, pin_memory=device.type == "cuda")
     if num_workers:
@@ -97,18 +97,18 @@ def batches(images: Images, keys: Iterable[list[Key]], num_workers: int, device:
 
 
 def evaluation_batches(
-    source: Source | Stream,
+    source: ImageSource | ImageStream,
     transform,
     runtime: Runtime,
     batch_size: int,
     num_workers: int,
     numbers: Sequence[int] | None = None,
-) -> Iterator[Batch]:
+) -> Iterator[ImageBatch]:
     """This process's part of the images, in order: every image is in exactly one process's part, once.
 
     numbers: see `Images`.
     """
-    if isinstance(source, Stream):
+    if isinstance(source, ImageStream):
         items: Iterable = source.records(0, runtime.rank, runtime.world_size)
     else:
         items = range(runtime.rank, len(source), runtime.world_size)
@@ -116,7 +116,7 @@ def evaluation_batches(
     keys = _groups_of(items, batch_size // count)
     loader = batches(Images(source, transform, False, numbers), keys, num_workers, runtime.device)
     try:
-        parts: list[Batch] = []
+        parts: list[ImageBatch] = []
         for unit in loader:
             parts.append(unit)
             if len(parts) == count:
@@ -128,10 +128,10 @@ def evaluation_batches(
         loader.end()
 
 
-def _groups_of(items: Iterable, size: int) -> Iterator[list[Key]]:
+def _groups_of(items: Iterable, size: int) -> Iterator[list[ImageKey]]:
     group = []
     for item in items:
-        group.append(Key(item, 0))
+        group.append(ImageKey(item, 0))
         if len(group) == size:
             yield group
             group = []
@@ -144,7 +144,7 @@ def default_workers() -> int:
     return max(1, min(MAX_WORKERS, workers.cores() // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
 
 
-def _as_it_is(batch: Batch) -> Batch:
+def _as_it_is(batch: ImageBatch) -> ImageBatch:
     return batch
 
 

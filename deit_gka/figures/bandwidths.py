@@ -7,25 +7,25 @@ from pathlib import Path
 import numpy as np
 
 from deit_gka.figures.sheet import runs_of_recipe
-from deit_gka.figures.subjects import Subject
+from deit_gka.figures.subjects import ImageSubject
 from trainkit_gka.figures.charts import heat_map, lines
 from trainkit_gka.figures.measures import by_head, effective_tokens, median_distance
 from trainkit_gka.figures.sheet import legend_beside, save, sheet
 from trainkit_gka.plots import BLACK, Figure
 
 
-def relative_bandwidths(subject: Subject) -> np.ndarray:
+def relative_bandwidths(subject: ImageSubject) -> np.ndarray:
     """σ over the median distance of two tokens of that layer and head, (L, H); NaN in layers without σ."""
     ratios = [None if s.sigma is None else s.sigma / median_distance(s.features) for s in subject.layers]
     return by_head(ratios, subject.num_heads)
 
 
-def widths(subject: Subject) -> np.ndarray:
+def widths(subject: ImageSubject) -> np.ndarray:
     """Effective tokens of every layer and head, (L, H), whatever the kind."""
     return by_head([effective_tokens(layer.weights) for layer in subject.layers], subject.num_heads)
 
 
-def numbers_of(subjects: Sequence[Subject]) -> np.ndarray:
+def numbers_of(subjects: Sequence[ImageSubject]) -> np.ndarray:
     """σ, σ over the median distance and effective tokens of a model, means over images: (3, L, H)."""
     relative = np.mean([relative_bandwidths(subject) for subject in subjects], axis=0)
     return np.stack([subjects[0].sigmas, relative, np.mean([widths(subject) for subject in subjects], axis=0)])
@@ -38,7 +38,7 @@ def ranked(numbers: np.ndarray) -> np.ndarray:
     return np.take_along_axis(numbers, order[None], axis=-1)
 
 
-def draw_bandwidths(subjects: Sequence[Subject], folder: Path) -> list[Figure]:
+def draw_bandwidths(subjects: Sequence[ImageSubject], folder: Path) -> list[Figure]:
     """Draw σ as the paper does (heat map, lines over depth), then σ over the median distance and effective tokens.
 
     Of the first model, the mean over images; with runs that repeat it, the mean and the range over the runs.
@@ -72,7 +72,7 @@ def draw_bandwidths(subjects: Sequence[Subject], folder: Path) -> list[Figure]:
     return [Figure(save(figure, folder / "sigma.png"), title, text, rows)]
 
 
-def _caption(runs: Sequence[Sequence[Subject]], least: float, most: float, initial: float) -> str:
+def _caption(runs: Sequence[Sequence[ImageSubject]], least: float, most: float, initial: float) -> str:
     first, images = runs[0][0], ", ".join(subject.image for subject in runs[0])
     seeds = (
         f" The cells and lines are means over these {len(runs)} runs, which differ in their seeds, and the bands reach "

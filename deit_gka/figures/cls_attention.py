@@ -12,7 +12,7 @@ from torch import nn
 
 from deit_gka.figures.maps import attention_maps
 from deit_gka.figures.sheet import by_image, caption, cell_size, draw_sheet, label_heads, smooth_map
-from deit_gka.figures.subjects import Subject
+from deit_gka.figures.subjects import ImageSubject
 from trainkit_gka import plots
 from trainkit_gka.figures.measures import diagonal_mass, entropy
 from trainkit_gka.figures.sheet import CMAP, bare, from_zero, scale_below
@@ -56,12 +56,12 @@ def cls_map(weights: torch.Tensor, grid: tuple[int, int]) -> torch.Tensor:
     return weights[:, :, 0, -grid[0] * grid[1] :].unflatten(-1, grid)
 
 
-def draw_cls_maps(subjects: Sequence[Subject], folder: Path) -> list[Figure]:
+def draw_cls_maps(subjects: Sequence[ImageSubject], folder: Path) -> list[Figure]:
     """Draw a contact sheet for every image: layers across, heads down, one scale for a layer; models one by one."""
     return [_draw_sheet(models, models[0].file(folder, "cls_maps")) for models in by_image(subjects)]
 
 
-def _draw_sheet(models: Sequence[Subject], path: Path) -> Figure:
+def _draw_sheet(models: Sequence[ImageSubject], path: Path) -> Figure:
     first = models[0].tokens
     text = caption(
         models,
@@ -76,7 +76,7 @@ def _draw_sheet(models: Sequence[Subject], path: Path) -> Figure:
     return draw_sheet(models, path, title, text, rows, cell, draw=partial(_draw_block, cell[1]), **layout)
 
 
-def _draw_block(inches: float, figure, axes, subject: Subject) -> list[dict]:
+def _draw_block(inches: float, figure, axes, subject: ImageSubject) -> list[dict]:
     """Draw a model's maps, `inches` high. Returns their numbers."""
     tokens, table = subject.tokens, []
     for number, (column, layer) in enumerate(zip(axes.T, subject.layers), start=1):

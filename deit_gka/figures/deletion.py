@@ -9,7 +9,7 @@ import torch
 
 from deit_gka.figures.rollout import rollout
 from deit_gka.figures.sheet import by_image
-from deit_gka.figures.subjects import Subject
+from deit_gka.figures.subjects import ImageSubject
 from trainkit_gka.figures.sheet import legend_beside, plain, save, sheet
 from trainkit_gka.plots import BLUE, GREEN, GREY, ORANGE, SKY, Figure
 
@@ -20,7 +20,7 @@ MORE = (BLUE, GREEN, ORANGE, SKY, GREY)  # of models of one kind beside each oth
 STYLES = {"rollout": "-", "CLS": "--", "random": ":"}
 
 
-def orders(subject: Subject) -> dict[str, torch.Tensor]:
+def orders(subject: ImageSubject) -> dict[str, torch.Tensor]:
     """Orders of the patches, (K, R * C), by the name of the order; K is 1, or RANDOM_ORDERS for random ones."""
     tokens = subject.tokens
     total = tokens.read(rollout([layer.weights for layer in subject.layers], tokens))
@@ -33,7 +33,7 @@ def orders(subject: Subject) -> dict[str, torch.Tensor]:
     }
 
 
-def without(subject: Subject, order: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
+def without(subject: ImageSubject, order: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
     """The image, (S, height, width, 3), without the first patches of `order`, as many as the S `counts` say.
 
     A deleted patch has the mean colour of the image.
@@ -46,7 +46,7 @@ def without(subject: Subject, order: torch.Tensor, counts: Sequence[int]) -> tor
     return torch.where(gone[..., None], pixels.mean((0, 1)), pixels)
 
 
-def deletion_curve(subject: Subject, order: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
+def deletion_curve(subject: ImageSubject, order: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
     """The shares of the patches that are deleted, and the probabilities of the whole image's class then, (S,) each."""
     count = len(order)
     counts = torch.linspace(0, count, min(count, STEPS) + 1).round().long()
@@ -55,13 +55,13 @@ def deletion_curve(subject: Subject, order: torch.Tensor) -> tuple[np.ndarray, n
     return (counts / count).numpy(), probabilities[:, probabilities[0].argmax()].numpy()
 
 
-def class_of(subject: Subject) -> str:
+def class_of(subject: ImageSubject) -> str:
     """The class that the model gives the whole image, in quotes; its number from 1 where the classes have no names."""
     place = int(subject.probabilities(torch.as_tensor(subject.pixels)[None])[0].argmax())
     return f'"{subject.classes[place]}"' if subject.classes else f"class {place + 1}"
 
 
-def draw_deletion(subjects: Sequence[Subject], folder: Path) -> list[Figure]:
+def draw_deletion(subjects: Sequence[ImageSubject], folder: Path) -> list[Figure]:
     """Draw a panel for every image: the probability of the class against the share deleted, by order and model."""
     images = by_image(subjects)
     names = {subject.about: subject.model for models in images for subject in models}
@@ -84,7 +84,7 @@ def draw_deletion(subjects: Sequence[Subject], folder: Path) -> list[Figure]:
     return [Figure(save(figure, folder / "deletion.png"), title, text, rows)]
 
 
-def _draw_panel(axis, models: Sequence[Subject]) -> list[dict]:
+def _draw_panel(axis, models: Sequence[ImageSubject]) -> list[dict]:
     """Draw the curves of the models on one image. Returns their numbers."""
     rows, classes = [], []
     for number, subject in enumerate(models):

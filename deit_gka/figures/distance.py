@@ -7,13 +7,13 @@ import torch
 
 from deit_gka.figures.measures import attended_distance
 from deit_gka.figures.sheet import by_model
-from deit_gka.figures.subjects import Subject
+from deit_gka.figures.subjects import ImageSubject
 from trainkit_gka.figures.charts import lines
 from trainkit_gka.figures.sheet import legend_beside, plain, save, sheet
 from trainkit_gka.plots import BLACK, Figure
 
 
-def draw_distances(subjects: Sequence[Subject], folder: Path) -> list[Figure]:
+def draw_distances(subjects: Sequence[ImageSubject], folder: Path) -> list[Figure]:
     """Draw the mean attended distance in pixels over depth, a line for every head, a panel for every model."""
     models = by_model(subjects)
     first, images = models[0][0], ", ".join(subject.image for subject in models[0])
@@ -45,11 +45,11 @@ def draw_distances(subjects: Sequence[Subject], folder: Path) -> list[Figure]:
     return [Figure(save(figure, folder / "distance.png"), title, text, rows)]
 
 
-def mean_distances(subjects: Sequence[Subject]) -> torch.Tensor:
+def mean_distances(subjects: Sequence[ImageSubject]) -> torch.Tensor:
     """Mean attended distance of one model, the mean over images, in pixels: (L, H)."""
     each = [torch.stack([attended_distance(layer.weights, s.tokens) for layer in s.layers]) for s in subjects]
     return torch.stack(each).mean(0)
 
 
-def _uniform(subject: Subject) -> float:
+def _uniform(subject: ImageSubject) -> float:
     return float(subject.tokens.distances().mean())

@@ -7,13 +7,13 @@ import torch
 
 from deit_gka.figures.matrices import matrix_picture, off_diagonal
 from deit_gka.figures.sheet import by_image, caption, draw_sheet
-from deit_gka.figures.subjects import Subject
+from deit_gka.figures.subjects import ImageSubject
 from trainkit_gka.figures.measures import diagonal_mass, effective_tokens
 from trainkit_gka.figures.sheet import coloured, from_zero, logarithmic, scale
 from trainkit_gka.plots import Figure
 
 
-def draw_evolution(subjects: Sequence[Subject], folder: Path) -> list[Figure]:
+def draw_evolution(subjects: Sequence[ImageSubject], folder: Path) -> list[Figure]:
     """Draw a sheet for every image: layers across; down, W and its CLS row; the image once; by model."""
     layout = dict(cell=(1.45, 1.45), margins=(0.55, 0.8, 0.75, 0.1), gaps=(0.08, 0.42), fontsize=7, image=1)
     figures = []
@@ -30,7 +30,7 @@ def draw_evolution(subjects: Sequence[Subject], folder: Path) -> list[Figure]:
     return figures
 
 
-def _draw_block(figure, axes, subject: Subject) -> list[dict]:
+def _draw_block(figure, axes, subject: ImageSubject) -> list[dict]:
     """Draw a model's layers. Returns their numbers."""
     tokens, rows = subject.tokens, []
     means = torch.stack([layer.weights.mean(0) for layer in subject.layers])

@@ -12,7 +12,7 @@ from matplotlib.patheffects import withStroke
 
 from deit_gka.figures.matrices import matrix_picture, off_diagonal
 from deit_gka.figures.sheet import BOX, by_image, frame
-from deit_gka.figures.subjects import Subject
+from deit_gka.figures.subjects import ImageSubject
 from gka import KINDS, attention_cost, gaussian_weights
 from trainkit_gka.figures.sheet import bare, coloured, linear, logarithmic, save, sheet
 from trainkit_gka.plots import Figure
@@ -49,12 +49,12 @@ def few_weights(features: torch.Tensor, sigma: float) -> tuple[torch.Tensor, tor
     return weights / weights.diagonal()[:, None], weights  # K_ii = 1
 
 
-def draw_operator(subjects: Sequence[Subject], folder: Path) -> list[Figure]:
+def draw_operator(subjects: Sequence[ImageSubject], folder: Path) -> list[Figure]:
     """Draw, for every image, a few tokens of the first GKA layer at three σ: affinities, W, and the weighted sum."""
     return [_draw_operator(models[0], models[0].file(folder, "operator")) for models in by_image(subjects)]
 
 
-def _draw_operator(subject: Subject, path: Path) -> Figure:
+def _draw_operator(subject: ImageSubject, path: Path) -> Figure:
     number = _first_layer(subject)
     layer, tokens = subject.layers[number], subject.tokens
     features, sigma = layer.features[:, 0], float(layer.sigma[0])
@@ -94,7 +94,7 @@ def _draw_operator(subject: Subject, path: Path) -> Figure:
     return Figure(save(figure, path), title, caption, table)
 
 
-def _first_layer(subject: Subject) -> int:
+def _first_layer(subject: ImageSubject) -> int:
     return next(number for number, layer in enumerate(subject.layers) if layer.sigma is not None)
 
 
@@ -102,32 +102,28 @@ def _names(chosen: Sequence[int]) -> list[str]:
     return ["i", *"abcdefghj"[: len(chosen) - 1]]
 
 
-def _piece(subject: Subject, place: tuple[int, int]) -> np.ndarray:
+def _piece(subject: ImageSubject, place: tuple[int, int]) -> np.ndarray:
     (row, column), (height, width) = place, subject.tokens.patch
     return subject.pixels[row * height : (row + 1) * height, column * width : (column + 1) * width]
 
 
-def _draw_patches(axes, subject: Subject, places: Sequence[tuple[int, int]], pieces: Sequence[np.ndarray]) -> None:
-    """The image with the chosen patches outlined, and below it the patches."""
-    image, first, second = axes
+def _draw_patches(axes, subject: ImageSubject, places: Sequence[tuple[int, int]], pieces: Sequence[np.ndarray]) -> None:
+    """The image with the chosen patches outlined, and below it the patches, in two rows."""
     bare(axes)
-    image.imshow(subject.pixels)
-    half = (len(places) + 1) // 2
-    for name, place in zip(_names(places), places):
-        frame(image, place, subject.tokens.patch)
-        (row, column), (height, width) = place, subject.tokens.patch
-        words = image.text((column + 0.5) * width - 0.5, (row + 0.5) * height - 0.5, name, color=BOX, fontsize=9)
-        words.set(ha="center", va="center_baseline", fontweight="bold", zorder=10)
-        words.set_path_effects([withStroke(linewidth=2.5, foreground="black")])
-    for axis, start in ((first, 0), (second, half)):
-        group = pieces[start : start + half]
-        if group:
-            between = np.ones((group[0].shape[0], max(1, group[0].shape[1] // 8), 3))
-            axis.imshow(np.concatenate([part for piece in group for part in (piece, between)][:-1], axis=1))
-            step = group[0].shape[1] + between.shape[1]
-            for number, name in enumerate(_names(places)[start : start + half]):
-                centre = number * step + group[0].shape[1] / 2 - 0.5
-                axis.text(centre, -0.8, name, ha="center", va="bottom", fontsize=9)
+    axes[0].imshow(subject.pixels)
+    (height, width), names, half = subject.tokens.patch, _names(places), (len(places) + 1) // 2
+    for name, (row, column) in zip(names, places):
+        frame(axes[0], (row, column), (height, width))
+        centre = (column + 0.5) * width - 0.5, (row + 0.5) * height - 0.5
+        word = axes[0].text(*centre, name, color=BOX, fontsize=9, ha="center", va="center_baseline", zorder=10)
+        word.set(fontweight="bold", path_effects=[withStroke(linewidth=2.5, foreground="black")])
+    gap = max(1, width // 8)
+    for axis, group in zip(axes[1:], (slice(0, half), slice(half, None))):
+        strip = [np.pad(piece, ((0, 0), (0, gap), (0, 0)), constant_values=1) for piece in pieces[group]]
+        if strip:
+            axis.imshow(np.concatenate(strip, axis=1)[:, :-gap])
+        for number, name in enumerate(names[group]):
+            axis.text(number * (width + gap) + width / 2 - 0.5, -0.8, name, ha="center", va="bottom", fontsize=9)
 
 
 def _draw_matrix(axis, matrix: torch.Tensor) -> None:
@@ -142,7 +138,7 @@ def _draw_matrix(axis, matrix: torch.Tensor) -> None:
     axis.spines[:].set_visible(False)
 
 
-def draw_block(subjects: Sequence[Subject], folder: Path) -> list[Figure]:
+def draw_block(subjects: Sequence[ImageSubject], folder: Path) -> list[Figure]:
     """Draw the block with projections and the block with the kernel side by side, with the numbers of parameters."""
     subject = subjects[0]
     number = _first_layer(subject)

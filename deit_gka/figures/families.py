@@ -12,10 +12,10 @@ from deit_gka.figures.explanation import draw_block, draw_operator
 from deit_gka.figures.matrices import draw_matrices
 from deit_gka.figures.patch_to_patch import draw_patch_to_patch, draw_patch_to_patch_heads
 from deit_gka.figures.rollout import draw_rollout
-from deit_gka.figures.subjects import Subject
+from deit_gka.figures.subjects import ImageSubject
 from trainkit_gka.plots import Figure
 
-FAMILIES: dict[str, Callable[[Sequence[Subject], Path], list[Figure]]] = {
+FAMILIES: dict[str, Callable[[Sequence[ImageSubject], Path], list[Figure]]] = {
     "rollout": draw_rollout,
     "deletion": draw_deletion,
     "sigma": draw_bandwidths,
@@ -31,7 +31,7 @@ FAMILIES: dict[str, Callable[[Sequence[Subject], Path], list[Figure]]] = {
 NEED_SIGMA = ("sigma", "block", "operator")
 
 
-def why_not(family: str, subjects: Sequence[Subject]) -> str:
+def why_not(family: str, subjects: Sequence[ImageSubject]) -> str:
     """Why the family cannot be drawn of these subjects, the model's first; empty if it can."""
     missing = family in NEED_SIGMA and not subjects[0].has_sigma
     return f"{subjects[0].model} has no layer with a bandwidth" if missing else ""

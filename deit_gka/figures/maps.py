@@ -63,7 +63,7 @@ def attention_maps(model: nn.Module, images: torch.Tensor) -> list[LayerMaps]:
     def keep(attention: nn.Module, args: tuple, kwargs: dict[str, Any], output: torch.Tensor) -> None:
         calls.append(Call(attention, args, kwargs, output))
 
-    layers, modes = attention_layers(model), {module: module.training for module in model.modules()}
+    layers, modes = _layers_of(model), {module: module.training for module in model.modules()}
     hooks = [attention.register_forward_hook(keep, with_kwargs=True) for attention in layers]
     try:
         model.eval()(images)
@@ -75,7 +75,7 @@ def attention_maps(model: nn.Module, images: torch.Tensor) -> list[LayerMaps]:
     return [_maps(number, call) for number, call in enumerate(calls, start=1)]
 
 
-def attention_layers(model: nn.Module) -> list[nn.Module]:
+def _layers_of(model: nn.Module) -> list[nn.Module]:
     """The attention layers of a ViT in order. Raises UserError if W of one of them is not known here."""
     blocks, name = list(getattr(model, "blocks", [])), type(model).__name__
     if not blocks:

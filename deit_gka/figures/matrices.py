@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from deit_gka.figures.sheet import by_image, caption, draw_sheet, label_heads
-from deit_gka.figures.subjects import Subject
+from deit_gka.figures.subjects import ImageSubject
 from trainkit_gka.figures.measures import diagonal_mass
 from trainkit_gka.figures.sheet import GREY, coloured, linear
 from trainkit_gka.plots import Figure
@@ -46,7 +46,7 @@ def matrix_picture(weights: torch.Tensor, norm, prefix: int) -> np.ndarray:
     return picture
 
 
-def draw_matrices(subjects: Sequence[Subject], folder: Path, tokens: int = -1) -> list[Figure]:
+def draw_matrices(subjects: Sequence[ImageSubject], folder: Path, tokens: int = -1) -> list[Figure]:
     """Draw a contact sheet for every image: layers across, heads down, models one by one.
 
     tokens: how many are drawn, -1 = all.
@@ -68,14 +68,14 @@ def draw_matrices(subjects: Sequence[Subject], folder: Path, tokens: int = -1) -
     return figures
 
 
-def _drawn(subject: Subject, tokens: int) -> tuple[int, int]:
+def _drawn(subject: ImageSubject, tokens: int) -> tuple[int, int]:
     """How many tokens are drawn, and how many of them are before the patches."""
     count = subject.tokens.count
     drawn = min(count, tokens) if tokens > 0 else count
     return drawn, subject.tokens.prefix if drawn == count else int(subject.tokens.has_class)
 
 
-def _draw_block(tokens: int, figure, axes, subject: Subject) -> list[dict]:
+def _draw_block(tokens: int, figure, axes, subject: ImageSubject) -> list[dict]:
     """Draw a model's matrices. Returns their numbers."""
     rows, (_, prefix) = [], _drawn(subject, tokens)
     for number, (column, layer) in enumerate(zip(axes.T, subject.layers), start=1):

@@ -8,7 +8,7 @@ import torch
 
 from deit_gka.figures.measures import Tokens
 from deit_gka.figures.sheet import by_image, caption, cell_size, draw_sheet, frame, label_heads
-from deit_gka.figures.subjects import Subject
+from deit_gka.figures.subjects import ImageSubject
 from trainkit_gka.figures.sheet import GREY, coloured, logarithmic, scale_below
 from trainkit_gka.plots import Figure
 
@@ -34,12 +34,12 @@ def without_itself(maps: torch.Tensor, tokens: Tokens) -> torch.Tensor:
     return maps[..., mask].flatten()
 
 
-def draw_patch_to_patch(subjects: Sequence[Subject], folder: Path) -> list[Figure]:
+def draw_patch_to_patch(subjects: Sequence[ImageSubject], folder: Path) -> list[Figure]:
     """Draw a sheet for every image: layers across; down, every query's map; the image once; by model."""
     return [_draw_mean(models, models[0].file(folder, "patch_to_patch")) for models in by_image(subjects)]
 
 
-def draw_patch_to_patch_heads(subjects: Sequence[Subject], folder: Path) -> list[Figure]:
+def draw_patch_to_patch_heads(subjects: Sequence[ImageSubject], folder: Path) -> list[Figure]:
     """Draw a sheet for every image and query: layers across, heads down, the image once; by model."""
     return [
         _draw_heads(models, query, models[0].file(folder, f"patch_to_patch_heads-{query + 1}"))
@@ -48,7 +48,7 @@ def draw_patch_to_patch_heads(subjects: Sequence[Subject], folder: Path) -> list
     ]
 
 
-def _draw_mean(models: Sequence[Subject], path: Path) -> Figure:
+def _draw_mean(models: Sequence[ImageSubject], path: Path) -> Figure:
     text = caption(
         models,
         "Rows of W of four patches, framed, the mean over heads, over all patches. The scale is logarithmic and shared "
@@ -59,7 +59,7 @@ def _draw_mean(models: Sequence[Subject], path: Path) -> Figure:
     return draw_sheet(models, path, "Patch-to-patch attention", text, draw=partial(_draw_mean_block, cell[1]), **layout)
 
 
-def _draw_mean_block(inches: float, figure, axes, subject: Subject) -> list[dict]:
+def _draw_mean_block(inches: float, figure, axes, subject: ImageSubject) -> list[dict]:
     """Draw a model's maps, `inches` high. Returns their numbers."""
     tokens, rows = subject.tokens, []
     for number, (column, layer) in enumerate(zip(axes.T, subject.layers), start=1):
@@ -76,7 +76,7 @@ def _draw_mean_block(inches: float, figure, axes, subject: Subject) -> list[dict
     return rows
 
 
-def _draw_heads(models: Sequence[Subject], query: int, path: Path) -> Figure:
+def _draw_heads(models: Sequence[ImageSubject], query: int, path: Path) -> Figure:
     name = models[0].tokens.query_names()[query]
     text = caption(
         models,
@@ -90,7 +90,7 @@ def _draw_heads(models: Sequence[Subject], query: int, path: Path) -> Figure:
     return draw_sheet(models, path, title, text, draw=partial(_draw_heads_block, query, cell[1]), **layout)
 
 
-def _draw_heads_block(query: int, inches: float, figure, axes, subject: Subject) -> list[dict]:
+def _draw_heads_block(query: int, inches: float, figure, axes, subject: ImageSubject) -> list[dict]:
     """Draw a model's maps of one query and every head, `inches` high. Returns their numbers."""
     tokens, rows = subject.tokens, []
     place, name = tokens.queries()[query], tokens.query_names()[query]

@@ -10,7 +10,7 @@ import torch
 
 from deit_gka.figures.measures import Tokens
 from deit_gka.figures.sheet import by_image, cell_size, smooth_map
-from deit_gka.figures.subjects import Subject
+from deit_gka.figures.subjects import ImageSubject
 from trainkit_gka.figures.sheet import bare, from_zero, plain, save, scale, sheet
 from trainkit_gka.plots import Figure
 
@@ -60,7 +60,7 @@ def largest_ratio(weights: Sequence[torch.Tensor], tokens: Tokens, ratio: float)
     return low / 100
 
 
-def draw_rollout(subjects: Sequence[Subject], folder: Path) -> list[Figure]:
+def draw_rollout(subjects: Sequence[ImageSubject], folder: Path) -> list[Figure]:
     """Draw a row for every model on every image: the image, and beside it the rollout at the discard ratios."""
     subjects = [subject for models in by_image(subjects) for subject in models]
     heading = "Attention rollout: what reaches the " + ("CLS token" if subjects[0].tokens.has_class else "mean patch")

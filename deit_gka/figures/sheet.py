@@ -9,41 +9,40 @@ import torch
 from matplotlib import colormaps
 from torch import nn
 
-from deit_gka.figures.subjects import Subject
+from deit_gka.figures.subjects import ImageSubject
 from trainkit_gka.figures.sheet import CMAP, bare, label_layers, name_above, save, sheet
 from trainkit_gka.plots import Figure
 
 LAYERS, HEADING = 0.3, 0.28  # inches above a block: for the numbers of the layers, and for the name of the model
-MOST_COLUMNS = 18  # of a sheet that has models side by side
 BOX = "cyan"  # of the outline of a patch
 
 # Several models on several images
 
 
-def by_image(subjects: Sequence[Subject]) -> list[list[Subject]]:
+def by_image(subjects: Sequence[ImageSubject]) -> list[list[ImageSubject]]:
     """A list for every image: the models on it, in their order, without repetitions."""
     return _grouped([subject for subject in subjects if not subject.repeats], "image")
 
 
-def by_model(subjects: Sequence[Subject]) -> list[list[Subject]]:
+def by_model(subjects: Sequence[ImageSubject]) -> list[list[ImageSubject]]:
     """A list for every model: its subjects, in the order of the images, without repetitions."""
     return _grouped([subject for subject in subjects if not subject.repeats], "about")
 
 
-def runs_of_recipe(subjects: Sequence[Subject]) -> list[list[Subject]]:
+def runs_of_recipe(subjects: Sequence[ImageSubject]) -> list[list[ImageSubject]]:
     """The subjects of the first model, and of those that repeat it with other seeds: a list for each."""
     about = subjects[0].about
     return _grouped([subject for subject in subjects if about in (subject.about, subject.repeats)], "about")
 
 
-def _grouped(subjects: Sequence[Subject], name: str) -> list[list[Subject]]:
-    groups: dict[str, list[Subject]] = {}
+def _grouped(subjects: Sequence[ImageSubject], name: str) -> list[list[ImageSubject]]:
+    groups: dict[str, list[ImageSubject]] = {}
     for subject in subjects:
         groups.setdefault(getattr(subject, name), []).append(subject)
     return list(groups.values())
 
 
-def caption(models: Sequence[Subject], *sentences: str) -> str:
+def caption(models: Sequence[ImageSubject], *sentences: str) -> str:
     """Models and image of a figure (all models are on one image), then the sentences."""
     first = models[0]
     if all((each.pixels.shape, each.tokens) == (first.pixels.shape, first.tokens) for each in models):
@@ -52,7 +51,7 @@ def caption(models: Sequence[Subject], *sentences: str) -> str:
 
 
 def draw_sheet(
-    models: Sequence[Subject],
+    models: Sequence[ImageSubject],
     path: Path,
     title: str,
     text: str,
@@ -67,30 +66,24 @@ def draw_sheet(
     """A sheet with a block for every model, of its `rows` and its layers, written to `path`.
 
     Title, text, cell, margins and gaps are those of `trainkit_gka.figures.sheet.sheet`; the margins are around every
-    block. Blocks of few layers are side by side, others one below the other. The names of the models are above them if
-    there are several. image: the row, from 0, in front of whose maps the image stands, in a column of its own.
-    draw: called with the figure, the axes of a block (without the image's) and the subject; it returns rows of numbers.
+    block, and the blocks one below the other. The names of the models are above them if there are several. image: the
+    row, from 0, in front of whose maps the image stands, in a column of its own. draw: called with the figure, the axes
+    of a block (without the image's) and the subject; it returns rows of numbers.
     """
     left, right, top, bottom = margins
-    lead = int(image is not None)
-    columns, heading = [lead + len(subject.layers) for subject in models], HEADING if len(models) > 1 else 0
-    beside = sum(columns) <= MOST_COLUMNS
-    count, step = len(models) - 1, (left + right - gaps[0], 0) if beside else (0, bottom + LAYERS + heading - gaps[1])
-    margins = (left, right + count * step[0], top + heading, bottom + count * step[1])
-    shape = (max(rows), sum(columns)) if beside else (sum(rows), max(columns))
-    figure, axes = sheet(*shape, cell, title, text, margins, gaps)
+    lead, heading = int(image is not None), HEADING if len(models) > 1 else 0
+    columns, step = max(lead + len(subject.layers) for subject in models), bottom + LAYERS + heading - gaps[1]
+    margins = (left, right, top + heading, bottom + (len(models) - 1) * step)
+    figure, axes = sheet(sum(rows), columns, cell, title, text, margins, gaps)
     bare(axes, fontsize)
-    size, table = figure.get_size_inches(), []
-    parts = np.split(axes, np.cumsum(columns if beside else rows)[:-1], axis=int(beside))
-    for number, (part, subject) in enumerate(zip(parts, models)):
-        for axis in part.flat:
+    table = []
+    for number, (block, subject) in enumerate(zip(np.split(axes, np.cumsum(rows)[:-1]), models)):
+        for axis in block.flat:
             box = axis.get_position()
-            place = (box.x0 + number * step[0] / size[0], box.y0 - number * step[1] / size[1])
-            axis.set_position((*place, box.width, box.height))
-        block = part[: rows[number], : columns[number]]
-        for axis in {*part.flat} - {*block.flat}:
+            axis.set_position((box.x0, box.y0 - number * step / figure.get_figheight(), box.width, box.height))
+        for axis in block[:, lead + len(subject.layers) :].flat:
             axis.set_visible(False)
-        before, block = np.split(block, [lead], axis=1)
+        before, block = np.split(block[:, : lead + len(subject.layers)], [lead], axis=1)
         for row, axis in enumerate(before.flat):
             axis.set_visible(row == image)
             axis.imshow(subject.pixels, interpolation="none")
@@ -111,7 +104,7 @@ def label_heads(axes) -> None:
 # Maps of an image's patches
 
 
-def cell_size(subject: Subject, inches: float) -> tuple[float, float]:
+def cell_size(subject: ImageSubject, inches: float) -> tuple[float, float]:
     """Width and height of a cell for the image, whose longer side is `inches`."""
     height, width = subject.pixels.shape[:2]
     return inches * width / max(height, width), inches * height / max(height, width)

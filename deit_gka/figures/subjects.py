@@ -6,7 +6,7 @@ figures = FAMILIES["cls_maps"](subjects, folder)  # of families.py
 """
 
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -25,7 +25,7 @@ from timm.data import (
 from timm.models import VisionTransformer
 from torch import nn
 
-from deit_gka.data.sources import BrokenImage, DataParts, Record, Source, Stream, decode, open_source
+from deit_gka.data.sources import BrokenImage, DataParts, ImageStream, decode, open_source
 from deit_gka.data.transforms import eval_transform
 from deit_gka.figures.maps import LayerMaps, attention_maps
 from deit_gka.figures.measures import Tokens
@@ -53,7 +53,7 @@ MOST_PATCHES = 4096  # 1024 × 1024 pixels: W of 12 layers and 12 heads takes 10
 
 
 @dataclass(frozen=True)
-class Subject:
+class ImageSubject:
     """One model's attention on one image."""
 
     model: str  # the name of its folder of figures
@@ -204,13 +204,13 @@ def photographs(paths: Sequence[Path] = ()) -> dict[str, Image.Image]:
 def images_for(drawn: DrawnModel, run: Path | None, network: bool = True) -> dict[str, Image.Image]:
     """Images to draw a model on: held-out images of the run's data, else photographs.
 
-    run: its folder, None for a timm model. network: see `own_images`. Raises UserError for a run whose images are not
-    here, or a timm model of small images: photographs are only for a model that can see them.
+    run: its folder, None for a timm model. network: see `held_out_images`. Raises UserError for a run whose images are
+    not here, or a timm model of small images: photographs are only for a model that can see them.
     """
     why = f"{drawn.name} sees small images"
     if run:
         try:
-            if images := own_images(run, network):
+            if images := held_out_images(run, network):
                 return images
             why = f"{drawn.name} has no held-out images"
         except (UserError, PassingFault) as error:
@@ -220,38 +220,29 @@ def images_for(drawn: DrawnModel, run: Path | None, network: bool = True) -> dic
     raise UserError(f"{why}, and photographs would tell it nothing: give some of its kind with --image")
 
 
-def own_images(run: Path, network: bool = True) -> dict[str, Image.Image]:
-    """The first held-out image of some classes that a run was trained on.
+def held_out_images(run: Path, network: bool = True) -> dict[str, Image.Image]:
+    """The first held-out image of each of the first classes that a run was trained on, by data and class.
 
-    network: whether a dataset of the hub may be asked for. Raises UserError or PassingFault if these images are not
-    here.
+    network: whether a dataset of the hub may be opened. Raises UserError or PassingFault if these images are not here.
     """
     state = find_checkpoint(run).state
     data = state["trained_on"]
     if data.startswith(("hf:", "hf-stream:")) and not network:
         raise UserError(f"{data} would need the network")
     source = open_source(data, "val", DataParts(**state["parts"]))
-    stream = isinstance(source, Stream)
+    stream = isinstance(source, ImageStream)
     records = islice(source.records(0, 0, 1), STREAMED) if stream else map(source.read, range(len(source)))
-    return first_of_classes(source, records)
-
-
-def first_of_classes(
-    source: Source | Stream, records: Iterable[Record], most: int = NUM_IMAGES
-) -> dict[str, Image.Image]:
-    """Name of a class -> its first image, for the first `most` classes."""
-    data = re.split(r"[/:]", source.name.rstrip("/"))[-1]
-    images: dict[str, Image.Image] = {}
+    data, images = re.split(r"[/:]", source.name.rstrip("/"))[-1], {}
     for image, label, _ in records:
         name = f"{data} {source.classes[label]}"
         if name not in images:
             images[name] = decode(image, upright=True)
-        if len(images) == min(most, len(source.classes)):
+        if len(images) == min(NUM_IMAGES, len(source.classes)):
             break
     return images
 
 
-def subjects_of(drawn: DrawnModel, images: dict[str, Image.Image], repeats: str = "") -> list[Subject]:
+def subjects_of(drawn: DrawnModel, images: dict[str, Image.Image], repeats: str = "") -> list[ImageSubject]:
     """The model's attention on each of the images, from one forward pass of all of them.
 
     repeats: `about` of another model of which this is another seed. It then counts in that model's mean and range and
@@ -270,7 +261,7 @@ def subjects_of(drawn: DrawnModel, images: dict[str, Image.Image], repeats: str 
         return model(((images - mean) / std).movedim(-1, 1)).softmax(-1)
 
     return [
-        Subject(drawn.name, drawn.about, name, pixels[i], tokens, [layer.of_image(i) for layer in layers],
+        ImageSubject(drawn.name, drawn.about, name, pixels[i], tokens, [layer.of_image(i) for layer in layers],
                 probabilities, drawn.classes, repeats)
         for i, name in enumerate(images)
     ]  # fmt: skip

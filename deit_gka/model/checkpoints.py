@@ -14,7 +14,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file as load_safetensors
 from torch import nn
 
-from deit_gka.data.sources import DataParts, Source, Stream, open_source
+from deit_gka.data.sources import DataParts, ImageSource, ImageStream, open_source
 from deit_gka.model.attention import ATTENTION
 from deit_gka.model.registry import is_pattern, takes_attention
 from deit_gka.recipe import Recipe
@@ -196,7 +196,7 @@ def trained_on(state: dict[str, Any]) -> str:
     return f"{' '.join([state['trained_on'], *flags])} ({counts})"
 
 
-def open_data(data: str, split: str, run: Path | None, parts: DataParts) -> Source | Stream:
+def open_data(data: str, split: str, run: Path | None, parts: DataParts) -> ImageSource | ImageStream:
     """See `open_source`; a UserError also names the images that the run in the folder `run` was trained on."""
     try:
         return open_source(data, split, parts)

@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from timm.data.mixup import Mixup, mixup_target
 from torch.nn.parallel import DistributedDataParallel
 
-from deit_gka.data.batch import Batch
-from deit_gka.data.order import Piece
+from deit_gka.data.batch import ImageBatch
+from deit_gka.data.order import BatchPiece
 from deit_gka.data.seeds import seed_of
 from deit_gka.model.attention import attention_layers
 from deit_gka.recipe import Recipe
@@ -58,8 +58,8 @@ class Mixer:
 
 def accumulate_gradients(
     model,
-    pieces: list[Piece],
-    next_batch: Callable[[int], Batch],
+    pieces: list[BatchPiece],
+    next_batch: Callable[[int], ImageBatch],
     mixer: Mixer,
     step: int,
     runtime: Runtime,
@@ -111,10 +111,10 @@ def seed_device(seed: int, device: torch.device) -> None:
 @torch.inference_mode()
 def evaluate(
     models: dict[str, torch.nn.Module],
-    loader: Iterable[Batch],
+    loader: Iterable[ImageBatch],
     runtime: Runtime,
     amp: str = "auto",
-    advance: Callable[[Batch], None] = lambda batch: None,
+    advance: Callable[[ImageBatch], None] = lambda batch: None,
     stop: Stop | None = None,
 ) -> dict[str, dict[str, float]]:
     """Accuracy and cross entropy of every model over the images of all processes, each counted once, in one pass.

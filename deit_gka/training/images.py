@@ -4,9 +4,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from deit_gka.data.batch import Batch, Images
+from deit_gka.data.batch import ImageBatch, Images
 from deit_gka.data.order import Order
-from deit_gka.data.sources import Stream, check_classes, located
+from deit_gka.data.sources import ImageStream, check_classes, located
 from deit_gka.data.sources.base import list_hash
 from deit_gka.data.sources.parts import check_parts
 from deit_gka.data.transforms import eval_transform, train_transform
@@ -37,7 +37,7 @@ class RunImages:
         keys = self.order.batches(step, steps)
         return batches(self._training_images, keys, self.num_workers, self.runtime.device)
 
-    def validation_batches(self) -> Iterator[Batch]:
+    def validation_batches(self) -> Iterator[ImageBatch]:
         """This process's part of the validation images."""
         config = self.config
         transform = eval_transform(config.input_size, config.crop_pct, mean=config.mean, std=config.std)
@@ -72,5 +72,5 @@ class RunImages:
 
     def _counts(self) -> dict[str, int | None]:
         """Counts that a resumed run must share to go on exactly. processes: that share a stream; None without one."""
-        processes = self.runtime.world_size if isinstance(self.train_set, Stream) else None
+        processes = self.runtime.world_size if isinstance(self.train_set, ImageStream) else None
         return {"processes": processes, "training images": len(self.train_set), "validation images": len(self.val_set)}

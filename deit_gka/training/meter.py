@@ -4,7 +4,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from deit_gka.data.batch import Batch, assemble
+from deit_gka.data.batch import ImageBatch, assemble
 
 UPDATES_NOT_TIMED = 3  # compilation, and the workers' start
 
@@ -15,12 +15,12 @@ class Fetch:
     waiting: seconds until they came. loading: seconds that workers spent. broken: images, by name and reason.
     """
 
-    def __init__(self, units: Iterator[Batch]):
+    def __init__(self, units: Iterator[ImageBatch]):
         self._units = units
         self.waiting = self.loading = 0.0
         self.broken: list[tuple[str, str]] = []
 
-    def __call__(self, size: int) -> Batch:
+    def __call__(self, size: int) -> ImageBatch:
         """The next batch of `size` images."""
         started = time.perf_counter()
         batch = assemble(self._units, size)

@@ -9,17 +9,16 @@ from matplotlib.ticker import MaxNLocator
 
 from nanochat_gka.figures.subjects import Subject, caption
 from trainkit_gka.figures.charts import heat_map
-from trainkit_gka.figures.measures import median_distance
+from trainkit_gka.figures.measures import by_head, median_distance
 from trainkit_gka.figures.sheet import name_above, save, sheet
 from trainkit_gka.plots import Figure
 
 
 def medians_and_sigmas(subject: Subject) -> tuple[np.ndarray, np.ndarray]:
     """The median distance of two tokens' features, and σ, by layer and head, (L, H) each; NaN in layers without σ."""
-    missing = np.full(subject.num_heads, np.nan)
-    medians = [missing if s.sigma is None else median_distance(s.features).numpy() for s in subject.layers]
-    sigmas = [missing if s.sigma is None else s.sigma.numpy() for s in subject.layers]
-    return np.stack(medians), np.stack(sigmas)
+    medians = [None if layer.sigma is None else median_distance(layer.features) for layer in subject.layers]
+    sigmas = [layer.sigma for layer in subject.layers]
+    return by_head(medians, subject.num_heads), by_head(sigmas, subject.num_heads)
 
 
 def draw_distances(subjects: Sequence[Subject], folder: Path) -> list[Figure]:

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import TypeVar
 
-from trainkit_gka.figures.sheet import sheet
+from trainkit_gka.figures.sheet import legend_beside, sheet
 
 ACROSS = 5  # layers beside each other
 T = TypeVar("T")
@@ -31,4 +31,4 @@ def label_row(panels: Sequence[tuple], x: str, y: str) -> None:
     for axis, _ in panels:
         axis.set_xlabel(x, fontsize=8)
     panels[0][0].set_ylabel(y, fontsize=9)
-    panels[-1][0].legend(fontsize=7, loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False)
+    legend_beside(panels[-1][0])

@@ -28,7 +28,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from deit_gka.data.sources import Source, check_classes, decode, open_source
+from deit_gka.data.sources import ImageSource, check_classes, decode, open_source
 from deit_gka.model.registry import model_name
 from nanochat_gka.data.loader import same_rows
 from nanochat_gka.data.shards import MANIFEST
@@ -379,7 +379,7 @@ def image_copies(data: str, base: Path) -> tuple[Path, dict[str, Any]]:
     stored. Raises UserError for images that cannot be read or whose splits differ in their classes.
     """
     sources = {split: open_source(data, split) for split in ("train", "val")}
-    if not all(isinstance(source, Source) for source in sources.values()):
+    if not all(isinstance(source, ImageSource) for source in sources.values()):
         raise UserError(f"--images {data} is a stream; give a folder")
     name = Path(data.partition(":")[2] or data).resolve().name
     if name != "cifar10":
@@ -403,7 +403,7 @@ def image_copies(data: str, base: Path) -> tuple[Path, dict[str, Any]]:
     return folder / "compared", identity
 
 
-def fingerprint(sources: dict[str, Source]) -> str:
+def fingerprint(sources: dict[str, ImageSource]) -> str:
     """A hash of all images as they are stored, their classes and their order."""
     digest = hashlib.sha256()
     for split, source in sources.items():

@@ -28,9 +28,9 @@ def images():
 @pytest.fixture
 def figures(monkeypatch):
     """File name -> the figure that would be written there; nothing is rendered."""
-    kept = {}
-    monkeypatch.setattr(Figure, "savefig", lambda self, path, **options: kept.update({path.name: self}))
-    return kept
+    drawn = {}
+    monkeypatch.setattr(Figure, "savefig", lambda self, path, **options: drawn.update({path.name: self}))
+    return drawn
 
 
 @pytest.fixture

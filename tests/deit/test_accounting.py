@@ -76,19 +76,3 @@ def test_the_command_prints_a_row_for_a_pattern_and_names_the_flag_of_a_wrong_on
     (row,) = (row for row in capsys.readouterr().out.splitlines() if row.startswith("GGGA tiny"))
     assert row.split()[2:6] == ["4,716,931", "778,203", "3,550,464", "27"]
     assert "--attention" in in_process(print_accounting, AccountingConfig, "--attention", "GGX", capsys=capsys)
-
-
-UNKNOWN = {
-    "no qkv bias": ("vit_tiny_patch16_224", dict(qkv_bias=False)),
-    "register tokens": ("vit_tiny_patch16_224", dict(reg_tokens=4)),
-    "four stages": ("swin_tiny_patch4_window7_224", {}),
-    "not square": ("deit_tiny_gka_patch16_224", dict(img_size=(64, 32))),
-}
-
-
-@pytest.mark.parametrize("label", UNKNOWN)
-def test_cost_is_none_or_right(label):
-    name, settings = UNKNOWN[label]
-    model = timm.create_model(name, device="meta", **settings)
-    ours = cost_of(model)
-    assert ours is None or ours.parameters == sum(p.numel() for p in model.parameters())

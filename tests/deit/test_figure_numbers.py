@@ -8,7 +8,7 @@ import torch
 
 from deit_gka.data.transforms import eval_transform
 from deit_gka.figures.bandwidths import ranked, relative_bandwidths
-from deit_gka.figures.deletion import deletion_curve, draw_deletion, orders, without
+from deit_gka.figures.deletion import deletion_curve, draw_deletion, without
 from deit_gka.figures.explanation import choose_tokens, few_weights
 from deit_gka.figures.matrices import off_diagonal, subsample
 from deit_gka.figures.measures import Tokens, attended_distance
@@ -72,8 +72,8 @@ def test_rollout_is_the_product_from_the_last_layer_to_the_first(discard, has_cl
         augmented = np.zeros((7, 7))
         for i in range(7):
             for j in range(7):
-                kept = mean[i, j] if mean[i, j] >= threshold or (has_class and j == 0) else 0
-                augmented[i, j] = 0.5 * kept + 0.5 * (i == j)
+                weight = mean[i, j] if mean[i, j] >= threshold or (has_class and j == 0) else 0
+                augmented[i, j] = 0.5 * weight + 0.5 * (i == j)
             augmented[i] /= augmented[i].sum()
         expected = augmented @ expected
     np.testing.assert_allclose(rollout(layers, tokens, discard).numpy(), expected)
@@ -173,8 +173,8 @@ def subject():
     pixels[4:, 8:12] = 1.0
 
     def probabilities(images):
-        left = (images[:, 4:, 8:12] == 1).float().mean((1, 2, 3))
-        return torch.stack([(1 - left) / 2, left, (1 - left) / 2], dim=1)
+        remaining = (images[:, 4:, 8:12] == 1).float().mean((1, 2, 3))
+        return torch.stack([(1 - remaining) / 2, remaining, (1 - remaining) / 2], dim=1)
 
     return replace(subject, pixels=pixels, probabilities=probabilities)
 
@@ -201,23 +201,14 @@ def test_the_area_says_when_the_patch_that_counts_is_deleted(subject, place, are
     assert np.trapezoid(curve, shares) == pytest.approx(area)
 
 
-def test_orders_are_those_of_the_attention(subject):
-    by_name, tokens = orders(subject), subject.tokens
-    weights = [layer.weights for layer in subject.layers]
-    for name, row in (("rollout", rollout(weights, tokens)[0, 1:]), ("CLS", weights[-1].mean(0)[0, 1:])):
-        assert (row[by_name[name][0]].diff() <= 0).all() and sorted(by_name[name][0].tolist()) == list(range(8))
-    assert len({tuple(order.tolist()) for order in by_name["random"]}) > 1
-    assert all(torch.equal(again, order) for again, order in zip(orders(subject)["random"], by_name["random"]))
-
-
 def test_the_curves_of_a_model_start_at_its_own_probability(figures, tmp_path):
     subjects = [*tiny_subjects(GKA, "num_classes=3"), *tiny_subjects(SOFTMAX, "num_classes=3")]
     (figure,) = draw_deletion(subjects, tmp_path)
     axis = figures["deletion.png"].axes[0]
     assert len(axis.lines) == len(figure.rows) == 6
     for line, row, subject in zip(axis.lines, figure.rows, [subject for subject in subjects for _ in range(3)]):
-        whole = subject.probabilities(torch.as_tensor(subject.pixels)[None])
-        assert line.get_ydata()[0] == pytest.approx(float(whole.max())) == row["probability of the whole image"]
+        probabilities = subject.probabilities(torch.as_tensor(subject.pixels)[None])
+        assert line.get_ydata()[0] == pytest.approx(float(probabilities.max())) == row["probability of the whole image"]
         assert row["area under the curve"] == pytest.approx(np.trapezoid(line.get_ydata(), line.get_xdata()))
 
 

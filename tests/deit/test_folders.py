@@ -8,7 +8,7 @@ import pytest
 from PIL import Image
 from sklearn.datasets import load_digits
 
-from deit_gka.data.sources import DataParts, Source, check_classes, decode, located, open_source
+from deit_gka.data.sources import DataParts, ImageSource, check_classes, decode, located, open_source
 from deit_gka.data.sources.base import ignored_text
 from image_files import contents, error, png, write
 from tiny_vision import encoded
@@ -146,7 +146,7 @@ def test_a_split_may_be_the_other_one(links, tmp_path):
     (["a", "b"], ["b", "a"], "same order"),
 ])  # fmt: skip
 def test_splits_need_the_same_classes(train, val, message):
-    class Fake(Source):
+    class Fake(ImageSource):
         __len__ = read = None
 
     with pytest.raises(UserError, match=message):
@@ -154,7 +154,7 @@ def test_splits_need_the_same_classes(train, val, message):
 
 
 def test_an_incomplete_imagenet_is_warned_of():
-    class Fake(Source):
+    class Fake(ImageSource):
         __len__, read = (lambda self: {"train": 1_281_167, "val": 49_999}[self.split]), None
 
     thousand = [str(number) for number in range(1000)]

@@ -12,7 +12,7 @@ from deit_gka import evaluate
 from deit_gka import train as training
 from deit_gka.data.batch import Images
 from deit_gka.data.order import Order
-from deit_gka.data.sources import DataParts, Source, Stream, check_classes, open_source
+from deit_gka.data.sources import DataParts, ImageSource, ImageStream, check_classes, open_source
 from deit_gka.data.transforms import eval_transform, train_transform
 from deit_gka.data.workers import evaluation_batches
 from deit_gka.training.config import TrainConfig
@@ -76,7 +76,7 @@ def parquet(tmp_path_factory) -> Path:
 
 
 def records_of(source) -> list:
-    if isinstance(source, Stream):
+    if isinstance(source, ImageStream):
         return list(source.records(0, 0, 1))
     return [source.read(index) for index in range(len(source))]
 
@@ -85,7 +85,8 @@ def records_of(source) -> list:
 def test_dataset_of_parquet_files(form, parquet):
     train, val = (open_source(f"{form}:{parquet}", split) for split in ("train", "val"))
     for source, size in ((train, 23), (val, 5)):
-        assert isinstance(source, Stream if form == "hf-stream" else Source) and source.classes == ["cat", "dog"]
+        assert isinstance(source, ImageStream if form == "hf-stream" else ImageSource)
+        assert source.classes == ["cat", "dog"]
         again = pickle.loads(pickle.dumps(source))
         assert len(source) == len(again) == size and again.split == source.split
     assert records_of(val) == [(png(v), v % 2, f"validation{v}.png") for v in range(5)]
@@ -295,11 +296,11 @@ def test_a_run_keeps_the_parts_of_its_data(configurations, tmp_path, capsys):
     argv = [*flags(data, tmp_path, *more), "--target-key", "coarse"]
     assert "--target-key" in in_process(training.main, TrainConfig, *argv, capsys=capsys)
     train(data, tmp_path, *more)
-    finished = json.loads((tmp_path / "results.jsonl").read_text())
+    trained = json.loads((tmp_path / "results.jsonl").read_text())
     again = evaluated(tmp_path, "--run", tmp_path / "run")
-    assert again["config"]["data"] == data and named.items() <= finished["config"].items()
+    assert again["config"]["data"] == data and named.items() <= trained["config"].items()
     assert named.items() <= again["config"].items()
-    assert all(again["metrics"]["model"][key] == finished["metrics"][key] for key in ("top1", "images"))
+    assert all(again["metrics"]["model"][key] == trained["metrics"][key] for key in ("top1", "images"))
     other = evaluated(tmp_path, "--run", tmp_path / "run", "--data", data, "--val-split", "train")
     assert other["metrics"]["model"]["images"] == 24  # the rest is still the run's
     other, note = evaluate.completed(evaluate.EvaluateConfig(run=tmp_path / "run", data="digits", target_key="x"))

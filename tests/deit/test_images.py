@@ -12,8 +12,8 @@ from PIL import Image
 from torch import nn
 
 import tiny_vision
-from deit_gka.data.batch import Batch, Images, assemble
-from deit_gka.data.order import Key, Order
+from deit_gka.data.batch import ImageBatch, Images, assemble
+from deit_gka.data.order import ImageKey, Order
 from deit_gka.data.sources import open_source
 from deit_gka.data.transforms import eval_transform, train_transform
 from deit_gka.data.workers import batches, evaluation_batches
@@ -100,7 +100,7 @@ def test_training_replaces_broken_images(tmp_path, workers):
     good = [index for index, path in enumerate(paths) if path not in names]
     vanish()
     items = [broken[0], good[0], broken[1], broken[2], good[-1], broken[3]]
-    (batch,) = loaded(source, recipe, [[Key(item, 100 + item) for item in items]], workers)
+    (batch,) = loaded(source, recipe, [[ImageKey(item, 100 + item) for item in items]], workers)
     assert batch.images.shape == (6, 3, SIZE, SIZE)
     assert batch.labels.tolist() == [0, 0, 2, 2, 2, 0]  # the next intact one; after the last, the first
     for taker, giver in ((0, 1), (2, 4), (3, 4), (5, 1)):
@@ -108,15 +108,15 @@ def test_training_replaces_broken_images(tmp_path, workers):
     reasons = dict(batch.broken)
     assert len(reasons) == 4 and "truncated" in reasons[names[0]] and "empty" in reasons[names[1]]
     # Those that are whole are what they would have been without the others
-    (alone,) = loaded(source, recipe, [[Key(good[-1], 100 + good[-1])]], workers)
+    (alone,) = loaded(source, recipe, [[ImageKey(good[-1], 100 + good[-1])]], workers)
     assert torch.equal(batch.images[4], alone.images[0]) and not alone.broken
 
 
-NONE = Batch(torch.empty(0, 3, 1, 1), torch.empty(0, dtype=torch.long), [("x", "y")], 0.0)
+NONE = ImageBatch(torch.empty(0, 3, 1, 1), torch.empty(0, dtype=torch.long), [("x", "y")], 0.0)
 
 
 def test_a_batch_without_readable_images_ends_training():
-    two = Batch(torch.ones(2, 3, 2, 2), torch.zeros(2), [("a", "x")], 1.0)
+    two = ImageBatch(torch.ones(2, 3, 2, 2), torch.zeros(2), [("a", "x")], 1.0)
     assert assemble(iter([two, two]), 4).broken == 2 * [("a", "x")]
     with pytest.raises(UserError, match="x: y"):
         assemble(iter([two, NONE, two]), 4)
@@ -145,57 +145,39 @@ def test_an_image_that_a_transform_refuses_is_broken(training):
     def exhausted(image):
         raise MemoryError
 
-    batch = Images(Numbers(3), transform, training).__getitems__([Key(item, 0) for item in range(3)])
+    batch = Images(Numbers(3), transform, training).__getitems__([ImageKey(item, 0) for item in range(3)])
     assert batch.broken == [("number 1", "ValueError: height and width must be > 0")]
     assert batch.labels.tolist() == ([0, 2, 2] if training else [0, 2])
     with pytest.raises(MemoryError, match="number 0"):
-        Images(Numbers(3), exhausted, training).__getitems__([Key(0, 0)])
+        Images(Numbers(3), exhausted, training).__getitems__([ImageKey(0, 0)])
 
 
-# Images of odd modes and shapes
+# Long images
 
 
-class Encoded(Numbers):
-    """Image i is the i-th of these bytes, and i its label."""
+class Long(Numbers):
+    """One grey image of this shape."""
 
-    def __init__(self, data):
-        super().__init__(len(data))
-        self.data = data
+    def __init__(self, shape):
+        super().__init__(1)
+        self.shape = shape
 
     def read(self, index):
-        return self.data[index], index, "odd"
-
-
-def normalised(value, size):
-    mean, std = torch.tensor([0.485, 0.456, 0.406]), torch.tensor([0.229, 0.224, 0.225])
-    return ((value / 255 - mean) / std)[:, None, None].expand(3, size, size)
-
-
-def test_odd_images_can_be_augmented():
-    grey, deep = Image.new("L", (20, 20), 100), Image.fromarray(np.full((20, 20), 100 * 257, np.uint16))
-    colours = [photo(3).convert("CMYK"), photo(4).convert("P"), photo(5).convert("RGBA"), photo(6, size=(300, 2))]
-    images = [grey, deep, *colours, Image.new("RGB", (1, 1), (9, 9, 9))]
-    source = Encoded([encoded(image, "TIFF") for image in images])
-    recipe = small_recipe(aa="rand-m10-n4-inc1", reprob=0.5)
-    keys = [Key(item, seed) for item in range(len(images)) for seed in range(15)]
-    batch = Images(source, train_transform(recipe), training=True).__getitems__(keys)
-    assert not batch.broken and batch.images.shape == (len(keys), 3, SIZE, SIZE) and batch.images.isfinite().all()
-    (clean,) = evaluation_batches(source, eval_transform(SIZE, 0.875), runtime(), 100, 0)
-    for place in (0, 1):
-        torch.testing.assert_close(clean.images[place], normalised(100, SIZE), rtol=1e-5, atol=1e-5)
+        return encoded(Image.new("L", self.shape, 100), "PNG"), 0, "long"
 
 
 @pytest.mark.parametrize("shape", [(1, 30_000), (30_000, 1), (4000, 3)], ids=["tall", "wide", "flat"])
 def test_very_long_images_take_little_memory(shape):
     """Resized whole the first would be 256 x 7,680,000 pixels. A grey image is grey whatever its shape."""
-    source = Encoded([encoded(Image.new("L", shape, 100), "PNG")])
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    source, before = Long(shape), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     (batch,) = evaluation_batches(source, eval_transform(224, 0.875), runtime(), 4, 0)
     recipe = small_recipe(three_augment=True, src=True, color_jitter=0)
-    trained = Images(source, train_transform(recipe), training=True).__getitems__([Key(0, 1)])
+    trained = Images(source, train_transform(recipe), training=True).__getitems__([ImageKey(0, 1)])
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100_000  # KiB
     assert not batch.broken and trained.images.shape == (1, 3, SIZE, SIZE)
-    torch.testing.assert_close(batch.images[0], normalised(100, 224), rtol=1e-5, atol=1e-5)
+    mean, std = torch.tensor([0.485, 0.456, 0.406]), torch.tensor([0.229, 0.224, 0.225])
+    grey = ((100 / 255 - mean) / std)[:, None, None].expand(3, 224, 224)
+    torch.testing.assert_close(batch.images[0], grey, rtol=1e-5, atol=1e-5)
 
 
 # Evaluation
@@ -226,7 +208,7 @@ class Table(nn.Module):
 
 def constants(labels, numbers):
     images = torch.tensor(numbers, dtype=torch.float32)[:, None, None, None].expand(-1, 3, 2, 2)
-    return Batch(images, torch.tensor([labels[number] for number in numbers], dtype=torch.long), [], 0.0)
+    return ImageBatch(images, torch.tensor([labels[number] for number in numbers], dtype=torch.long), [], 0.0)
 
 
 def test_accuracy_is_right_whatever_the_batches():

@@ -8,7 +8,6 @@ from torch import nn
 
 import deit_gka
 import tiny_vit
-from deit_gka.figures.cls_attention import cls_map
 from gka import KINDS, gaussian_weights
 from trainkit_gka.cli import UserError
 
@@ -113,9 +112,3 @@ def test_an_output_that_the_weights_do_not_give_and_images_without_a_batch_are_r
 
 
 # The class token's maps as pictures
-
-
-def test_the_class_token_sees_the_patches_row_by_row():
-    weights = torch.rand(2, 3, 1 + 4 * 5, 1 + 4 * 5)
-    seen = cls_map(weights, (4, 5))
-    assert seen.shape == (2, 3, 4, 5) and seen[1, 0, 2, 3] == weights[1, 0, 0, 1 + 2 * 5 + 3]

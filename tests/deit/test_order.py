@@ -84,15 +84,6 @@ def test_groups_are_the_samples_of_timms_seven_gpus(count, batch_size, group_siz
         assert len(set(mine[:group_size])) == group_size  # copies of an image are apart
 
 
-def test_epochs_and_run_seeds_change_the_order():
-    orders, seeds = set(), []
-    for seed in (0, 1):
-        for update in drawn(Order(Numbers(40), small_recipe(seed=seed), runtime(), 256), 0, 3):  # an epoch each
-            orders.add(tuple(update[place].item for place in range(40)))
-            seeds += [key.seed for key in update.values()]
-    assert len(orders) == 6 and len(set(seeds)) == len(seeds) == 240
-
-
 def test_too_few_images_are_one_line():
     with pytest.raises(UserError, match=r"39 .* --batch-size"):
         Order(Numbers(39), small_recipe(), runtime(), 256)

@@ -1,7 +1,6 @@
 """Vision runs that resume in half precision, with other models, ranks or places of the data, or are refused."""
 
 import json
-import re
 import shutil
 
 import pytest
@@ -25,17 +24,17 @@ from vision_runs import (
 
 def test_a_run_without_an_average_in_half_precision_resumes(pictures, tmp_path):
     """float16 with its loss scale, whose growth is part of the state."""
-    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    at_once, parts = tmp_path / "whole", tmp_path / "parts"
     common = ["--amp", "float16", "--model-ema-decay", 0, "--epochs", 1]
-    train(pictures, whole, *common)
+    train(pictures, at_once, *common)
     for stop in (3, -1):
         train(pictures, parts, *common, "--stop-after", stop)
-    assert final(parts, 6, ("model", "optimizer")) == final(whole, 6, ("model", "optimizer"))
+    assert final(parts, 6, ("model", "optimizer")) == final(at_once, 6, ("model", "optimizer"))
     place = "run/checkpoints/step_00000006"
-    assert not (whole / place / "ema.safetensors").exists()
-    scaler, resumed = (json.loads((out / place / "state.json").read_text())["scaler"] for out in (whole, parts))
+    assert not (at_once / place / "ema.safetensors").exists()
+    scaler, resumed = (json.loads((out / place / "state.json").read_text())["scaler"] for out in (at_once, parts))
     assert scaler == resumed and scaler["_growth_tracker"] == 6
-    result = json.loads((whole / "results.jsonl").read_text())["metrics"]
+    result = json.loads((at_once / "results.jsonl").read_text())["metrics"]
     assert result["best"]["metric"] == "top1" and "ema_top1" not in result
 
 
@@ -52,13 +51,13 @@ def test_a_model_without_attention_of_ours_trains_and_resumes(pictures, tmp_path
 def test_ranks_take_the_same_first_step_and_fewer_may_continue(pictures, tmp_path):
     """Adam's first moment after one update is a tenth of the gradient, here of 24 images on 1 and on 3 ranks."""
     common = ["--batch-size", 24, "--drop-path", 0, "--warmup-epochs", 0, "--clip-grad", 0]
-    found = {}
+    by_ranks = {}
     for ranks, device_batch_size in ((1, 24), (3, 6)):
         out = tmp_path / str(ranks)
         train(pictures, out, *common, "--stop-after", 1, "--device-batch-size", device_batch_size, ranks=ranks)
         state = {name: t for name, t in checkpoint(out, 1, "optimizer").items() if name.startswith("exp_avg/")}
-        found[ranks] = state, records(out, "train")[0]
-    (one, record), (three, other) = found[1], found[3]
+        by_ranks[ranks] = state, records(out, "train")[0]
+    (one, record), (three, other) = by_ranks[1], by_ranks[3]
     assert len(one) == len(checkpoint(tmp_path / "1", 1, "model"))
     norm = torch.stack([value.norm() for value in one.values()]).norm().item() * 10
     assert norm == pytest.approx(record["grad_norm"], rel=1e-4)
@@ -90,9 +89,8 @@ def test_other_data_is_refused_on_resume(uninterrupted, pictures, tmp_path, caps
 
     spare = tmp_path / "data/train/class_1/000.jpg"
     spare.rename(tmp_path / "000.jpg")
-    said = r"has 77 training images where the run in .* had 78; give it its own data, .*, or another --model-tag"
-    assert re.search(said, message())
+    assert "77 training images" in message()
     (tmp_path / "000.jpg").rename(spare)
     for split in ("train", "val"):
         (tmp_path / "data" / split / "class_1").rename(tmp_path / "data" / split / "class_9")
-    assert "has other classes than the run in" in message()
+    assert "other classes" in message()

@@ -32,12 +32,12 @@ def test_evaluate_finds_what_the_trainer_found(uninterrupted, pictures, tmp_path
     flags = ["--data", pictures, "--device-type", "cpu", "--num-workers", 0, "--results", tmp_path / "eval.jsonl"]
     call(EVALUATE, *flags, "--run", path, "--device-batch-size", 5, out=tmp_path, ranks=3)
     on_three = json.loads((tmp_path / "eval.jsonl").read_text())["metrics"]
-    found = evaluated(tmp_path, "--data", pictures, "--run", path, "--device-batch-size", 8)["metrics"]
+    metrics = evaluated(tmp_path, "--data", pictures, "--run", path, "--device-batch-size", 8)["metrics"]
     for weights in ("model", "ema"):
-        assert {key: found[weights][key] for key in NUMBERS} == wanted[weights]
-        loss = pytest.approx(found[weights]["loss"], rel=1e-6)
+        assert {key: metrics[weights][key] for key in NUMBERS} == wanted[weights]
+        loss = pytest.approx(metrics[weights]["loss"], rel=1e-6)
         assert {key: on_three[weights][key] for key in NUMBERS} == {**wanted[weights], "loss": loss}
-    assert found["ema"]["preprocessing"] == "resize 18, centre crop 16, bicubic"
+    assert metrics["ema"]["preprocessing"] == "resize 18, centre crop 16, bicubic"
     best = evaluated(tmp_path, "--data", pictures, "--run", path, "--best", "--weights", "ema")["metrics"]
     assert best.keys() == {"ema"}
     assert best["ema"]["top1"] == max(record["ema_top1"] for record in records(uninterrupted, "eval"))
@@ -110,9 +110,9 @@ def test_folders_that_are_not_vision_runs_are_refused(uninterrupted, tmp_path):
     for folder in (language, exported, other, tmp_path / "empty"):
         with pytest.raises(UserError, match=str(folder)):
             find_checkpoint(folder)
-    found = find_checkpoint(uninterrupted / "run/checkpoints" / f"step_{STEPS:08d}")
-    shutil.copytree(found.path, raw)
+    saved = find_checkpoint(uninterrupted / "run/checkpoints" / f"step_{STEPS:08d}")
+    shutil.copytree(saved.path, raw)
     (raw / "ema.safetensors").unlink()
-    found.path = raw
+    saved.path = raw
     with pytest.raises(UserError, match="--weights model"):
-        load_run(found, "ema", "cpu")
+        load_run(saved, "ema", "cpu")

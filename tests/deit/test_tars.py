@@ -92,20 +92,20 @@ def test_nothing_is_extracted(tmp_path, monkeypatch):
 
 def test_damaged_tars_are_named(tars):
     path = tars / "imagenet1k-train-0001.tar"
-    whole = path.read_bytes()
+    content = path.read_bytes()
     with tarfile.open(path) as tar:
         members = tar.getmembers()
     after_second, in_the_last = members[2].offset, members[-2].offset_data + 5
-    damaged = bytearray(whole)
+    damaged = bytearray(content)
     damaged[members[2].offset + 150] ^= 0xFF  # in a header's checksum
     html = b"<html>not found</html>" * 100
-    for bad in (b"", whole[:300], whole[:in_the_last], whole[:after_second], bytes(damaged), html):
+    for bad in (b"", content[:300], content[:in_the_last], content[:after_second], bytes(damaged), html):
         path.write_bytes(bad)
         message = error(tars)
         assert str(path) in message and "fetch it again" in message
-    path.write_bytes(whole)
+    path.write_bytes(content)
     source = open_source(str(tars), "train")
-    path.write_bytes(whole[:600])
+    path.write_bytes(content[:600])
     with pytest.raises(OSError, match="0001"):
         source.read(4)
 

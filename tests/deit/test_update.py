@@ -20,14 +20,14 @@ WHOLE = 10**6  # a device_batch_size
 
 def prepared(recipe, ranks=1, device_batch_size=WHOLE, step=0):
     """For each rank: (pieces, their batches) of one update on digits."""
-    source, found = open_source("digits", "train"), []
+    source, ranks_of = open_source("digits", "train"), []
     for rank in range(ranks):
         order = Order(source, recipe, runtime(rank, ranks), device_batch_size)
         images = Images(source, train_transform(recipe), training=True)
         units = (images.__getitems__(keys) for keys in order.batches(step, step + 1))
-        found.append((order.pieces, [assemble(units, len(piece.places)) for piece in order.pieces]))
+        ranks_of.append((order.pieces, [assemble(units, len(piece.places)) for piece in order.pieces]))
         assert next(units, None) is None
-    return found
+    return ranks_of
 
 
 def network(drop_path=0.0):
@@ -84,10 +84,10 @@ def differ(one, other):
 
 
 def test_gradient_does_not_depend_on_pieces_and_ranks():
-    for step, others in ((0, ((1, 4), (2, WHOLE))), (1, ((3, 6), (5, 2)))):
+    for step, settings in ((0, ((1, 4), (2, WHOLE))), (1, ((3, 6), (5, 2)))):
         one, loss = gradients(step=step)
         assert all(gradient.norm() > 0 for gradient in one.values())
-        for ranks, device_batch_size in others:
+        for ranks, device_batch_size in settings:
             other, other_loss = gradients(ranks, device_batch_size, step)
             assert_close_gradients(one, other, 2e-5)
             assert other_loss == pytest.approx(loss, rel=1e-6)

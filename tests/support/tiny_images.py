@@ -3,7 +3,7 @@
 import torch
 from PIL import Image
 
-from deit_gka.data.sources import Source
+from deit_gka.data.sources import ImageSource
 from deit_gka.recipe import Recipe
 from tiny_vision import SIZE
 from trainkit_gka.distributed import Runtime
@@ -15,7 +15,7 @@ def runtime(rank=0, ranks=1):
     return Runtime(rank, ranks, CPU)
 
 
-class Numbers(Source):
+class Numbers(ImageSource):
     """Image i is a gray of i, and i its label."""
 
     def __init__(self, count, split="train"):

@@ -67,10 +67,10 @@ def evaluated(out, *flags):
 
 def in_process(main, config, *argv, capsys, code=UserError.code):
     """The message of a command that leaves with this exit code and one line."""
-    with pytest.raises(SystemExit) as left:
+    with pytest.raises(SystemExit) as exited:
         run(main, config, [str(flag) for flag in argv])
     message = capsys.readouterr().err
-    assert left.value.code == code and message.startswith("error: ") and message.count("\n") == 1, message
+    assert exited.value.code == code and message.startswith("error: ") and message.count("\n") == 1, message
     return message
 
 

@@ -15,7 +15,6 @@ GREY = (0.72, 0.72, 0.72)
 DPI = 150
 CHARACTERS_PER_INCH, LINE_INCHES = 16, 0.16  # of the caption, 8 points
 EDGE = 0.12  # inches between the caption and the edge
-TITLE_INCHES = 0.32  # from the upper edge to below the title
 
 
 def sheet(
@@ -34,8 +33,8 @@ def sheet(
     """
     left, right, top, bottom = margins
     width = left + columns * cell[0] + (columns - 1) * gaps[0] + right
-    lines = caption_lines(caption, width)
-    bottom += caption_inches(lines)
+    lines = textwrap.wrap(caption, int((width - 2 * EDGE) * CHARACTERS_PER_INCH))
+    bottom += EDGE + LINE_INCHES * len(lines)
     height = top + rows * cell[1] + (rows - 1) * gaps[1] + bottom
     figure, axes = subplots(rows, columns, figsize=(width, height), squeeze=False)
     figure.subplots_adjust(
@@ -50,16 +49,6 @@ def sheet(
 def plain(name: str) -> str:
     """A name with its dollar signs escaped, between which Matplotlib would typeset mathematics."""
     return name.replace("$", r"\$")
-
-
-def caption_lines(caption: str, width: float) -> list[str]:
-    """The lines of a caption below a sheet of `width` inches."""
-    return textwrap.wrap(caption, int((width - 2 * EDGE) * CHARACTERS_PER_INCH))
-
-
-def caption_inches(lines: list[str]) -> float:
-    """The height of the caption; a page with the caption as text crops it from the picture, and TITLE_INCHES."""
-    return EDGE + LINE_INCHES * len(lines)
 
 
 def name_above(axis, name: str) -> None:

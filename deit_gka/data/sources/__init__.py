@@ -1,4 +1,4 @@
-"""Where images come from. `open_source` makes a `Source` (random access) or a `Stream` of the string that names them.
+"""Sources of images. `open_source` makes an `ImageSource` (random access) or an `ImageStream` of a string.
 
     DIR              a folder with train/<class>/*.jpg and val/<class>/*.jpg, or with webdataset tars
     wds:DIR          webdataset tars: DIR/*train*.tar and DIR/*val*.tar, or DIR/train/*.tar and DIR/val/*.tar
@@ -12,29 +12,39 @@ Images stay encoded until `decode` makes them RGB, in the worker processes.
 from pathlib import Path
 from typing import Literal
 
-from deit_gka.data.sources.base import FOLDERS, Record, Source, listing
+from deit_gka.data.sources.base import FOLDERS, ImageSource, Record, listing
 from deit_gka.data.sources.classes import check_classes
 from deit_gka.data.sources.decode import BrokenImage, decode
 from deit_gka.data.sources.digits import Digits
 from deit_gka.data.sources.folder import Folder, class_folders
-from deit_gka.data.sources.hub import Hub, Stream
+from deit_gka.data.sources.hub import Hub, ImageStream
 from deit_gka.data.sources.parts import ALL_PARTS, NONE, DataParts
 from deit_gka.data.sources.tars import Tars, shards_of
 from trainkit_gka.cli import UserError
 
-__all__ = ["FORMS", "BrokenImage", "DataParts", "Record", "Source", "Stream", "check_classes", "decode", "located",
-           "open_source"]  # fmt: skip
+__all__ = [
+    "FORMS",
+    "BrokenImage",
+    "DataParts",
+    "ImageSource",
+    "ImageStream",
+    "Record",
+    "check_classes",
+    "decode",
+    "located",
+    "open_source",
+]  # fmt: skip
 FORMS = "a folder with train/<class>/ and val/<class>/, wds:FOLDER, hf:NAME, hf-stream:NAME or digits"
 
 
-def open_source(data: str, split: Literal["train", "val"], parts: DataParts = NONE) -> "Source | Stream":
+def open_source(data: str, split: Literal["train", "val"], parts: DataParts = NONE) -> "ImageSource | ImageStream":
     """The `split` of the data called `data`. Raises UserError if there is none, or it cannot serve."""
     form, _, rest = data.partition(":")
     if data == "digits":
         parts.refuse(data, *ALL_PARTS)
         return Digits(split)
     if form in ("hf", "hf-stream") and rest:
-        return (Hub if form == "hf" else Stream)(data, split, rest, parts)
+        return (Hub if form == "hf" else ImageStream)(data, split, rest, parts)
     root = Path(rest if form == "wds" else data).expanduser().absolute()
     if not root.is_dir():
         raise UserError(f"{data} {'is not a folder' if root.exists() else 'does not exist'}; data is {FORMS}")

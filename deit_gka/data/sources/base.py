@@ -18,7 +18,7 @@ MAX_CLASSES = 1_000_000  # a larger label is a mistake
 FOLDERS: dict[str, tuple[str, ...]] = {"train": ("train",), "val": ("val", "validation", "valid", "eval")}
 
 
-class Source(ABC):
+class ImageSource(ABC):
     """Labelled images by index; can be pickled. `ignored` counts the files or members that are not used, by kind."""
 
     def __init__(self, name: str, split: str, classes: list[str]):
@@ -40,7 +40,7 @@ class Source(ABC):
 def list_hash(images) -> str:
     """Hash of the list of images of a source or stream, not of their content."""
     digest = hashlib.sha256("\0".join([*images.classes, str(len(images))]).encode())
-    for part in images.index() if isinstance(images, Source) else ():
+    for part in images.index() if isinstance(images, ImageSource) else ():
         digest.update(part.contiguous().numpy().data)
     return digest.hexdigest()
 
@@ -82,7 +82,7 @@ def counts_of(tensors: dict[str, torch.Tensor]) -> Counter[str]:
     return Counter(dict(zip(Names.of(tensors["kinds.text"], tensors["kinds.ends"]), tensors["kinds"].tolist())))
 
 
-def ignored_text(source: Source) -> str:
+def ignored_text(source: ImageSource) -> str:
     """How many files of each kind are not used; empty if all are."""
     if not source.ignored:
         return ""

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 
-from deit_gka.data.sources.base import Source, ignored_text
+from deit_gka.data.sources.base import ImageSource, ignored_text
 from trainkit_gka.cli import UserError
 
 IMAGENET = {"train": 1_281_167, "val": 50_000}
@@ -69,10 +69,10 @@ def check_classes(train, val) -> list[str]:
         raise UserError("train and val number their classes differently; both need the same classes in the same order")
     warnings = [text] if (text := one_class_text(train.classes)) else []
     for source in (train, val):
-        count = len(source) if isinstance(source, Source) else source.length
+        count = len(source) if isinstance(source, ImageSource) else source.length
         expected = IMAGENET[source.split]
         if len(source.classes) == 1000 and count not in (None, expected):
             warnings.append(f"{source.split} has {count:,} images of 1,000 classes, ImageNet-1k has {expected:,}")
-        if isinstance(source, Source) and source.ignored:
+        if isinstance(source, ImageSource) and source.ignored:
             warnings.append(ignored_text(source))
     return warnings

@@ -3,12 +3,12 @@
 import numpy as np
 from PIL import Image
 
-from deit_gka.data.sources.base import Record, Source
+from deit_gka.data.sources.base import ImageSource, Record
 from trainkit_gka import extras
 from trainkit_gka.cli import UserError
 
 
-class Digits(Source):
+class Digits(ImageSource):
     """A third of the digits is `val`, every class alike, always the same ones."""
 
     def __init__(self, split: str):

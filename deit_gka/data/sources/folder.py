@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from deit_gka.data.sources.base import Names, Record, Source, counted, counts_of, listing, tracked
+from deit_gka.data.sources.base import ImageSource, Names, Record, counted, counts_of, listing, tracked
 from deit_gka.data.sources.cache import Note, Tensors, cached
 from deit_gka.data.sources.classes import in_order
 from deit_gka.data.sources.decode import EXTENSIONS, is_image
@@ -20,7 +20,7 @@ from trainkit_gka.cli import UserError
 LINK = "link to a folder of these"
 
 
-class Folder(Source):
+class Folder(ImageSource):
     """`folder`/<class>/**/*: a class per subfolder, in the order of `classes.in_order`.
 
     Raises UserError if the folder, or a class in it, lacks images.

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from deit_gka.data.sources.base import MAX_CLASSES, Record, Source
+from deit_gka.data.sources.base import MAX_CLASSES, ImageSource, Record
 from deit_gka.data.sources.parts import NONE, DataParts
 from trainkit_gka import extras
 from trainkit_gka.cli import PassingFault, UserError, flag_of, is_network, reason_of
@@ -19,7 +19,7 @@ LABEL_NAMES = ("label", "labels")  # of columns whose numbers are classes withou
 SHUFFLE_BUFFER = 1000  # records of a stream
 
 
-class Hub(Source):
+class Hub(ImageSource):
     """A dataset that `datasets` stores locally, after downloading it if need be.
 
     Raises UserError if it cannot serve.
@@ -45,7 +45,7 @@ class Hub(Source):
         return _encoded(image), row[self._label], (image or {}).get("path") or f"{self.name}, image {index}"
 
 
-class Stream:
+class ImageStream:
     """A dataset read over the network while it is used. `length` is its number of images, None if unknown."""
 
     def __init__(self, data: str, split: str, name: str, parts: DataParts = NONE):

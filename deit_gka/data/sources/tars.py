@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from deit_gka.data.sources.base import MAX_CLASSES, Names, Record, Source, counted, counts_of, tracked
+from deit_gka.data.sources.base import MAX_CLASSES, ImageSource, Names, Record, counted, counts_of, tracked
 from deit_gka.data.sources.cache import Note, Tensors, cached
 from deit_gka.data.sources.decode import EXTENSIONS, is_image
 from deit_gka.data.sources.parts import NONE, DataParts
@@ -29,7 +29,7 @@ MAX_OPEN = 64  # shards per process
 Members = dict[str, tuple[int, int]]  # of one key: suffix -> (offset, size)
 
 
-class Tars(Source):
+class Tars(ImageSource):
     """webdataset shards: KEY.jpg beside KEY.cls (an integer) or KEY.json (with "label" or "cls"). Nothing is extracted.
 
     Raises UserError if images or labels are missing, if a key has several images, and for a damaged tar.
