@@ -1,0 +1,764 @@
+"""Turn the study's rows into its tables and pictures.
+
+python -m runs.study.analyse             writes the blocks of the pages, and draws the pictures
+python -m runs.study.analyse --check     exits with 1 if a page does not say what the rows say
+python -m runs.study.analyse --show      prints the tables
+
+A block stands between `<!-- study:NAME -->` and `<!-- /study -->` of a page in PAGES; NAME is a key of TABLES.
+
+Intervals hold 95 %. Differences are paired over seeds, and their standard deviation over seeds is pooled over all
+depths and budgets where both forms have two seeds or more: three seeds alone would give intervals that are too narrow
+as often as too wide. With fewer than LEAST_FREEDOM degrees of freedom there is no interval.
+"""
+
+import math
+import re
+import sys
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from scipy import stats
+
+from runs.frames import RESULTS, frame, records
+from runs.study.train import (
+    BUDGETS,
+    CONTROL,
+    FORMS,
+    HALF_VE,
+    LONG,
+    PAPER,
+    PLACES,
+    PRESET,
+    REPEATED,
+    RIVAL,
+    fits,
+)
+from trainkit_gka.cli import UserError, run
+from trainkit_gka.plots import BLACK, BLUE, GREEN, GREY, ORANGE, PURPLE, SKY, VERMILION, subplots
+from trainkit_gka.progress import console, read_lines
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = ("README.md", "runs/study/README.md", "runs/study/TABLES.md")
+BLOCK = re.compile(r"<!-- study:(\S+) -->\n(?:.*?\n)??<!-- /study -->", re.DOTALL)
+NOT_RUN = "not run"
+TOKENS, FLOPS, TIME = AXES = ("equal tokens", "equal FLOPs", "equal time")
+LEAST_FREEDOM = 4  # of an interval: five seeds, or three seeds at two places
+Place = tuple[int, int]  # layers, training tokens
+Speeds = dict[int, dict[str, float]]  # layers -> form -> tokens/s of a training step
+
+SMALLEST, DEEPER, LONGEST = (2, 2**20), (4, 2**20), (4, 2**22)
+COMMON = [place for place in PLACES if place[1] == 2**20]
+SCALED = (*REPEATED[:4], "VLT + offsets", "softmax without VE", "GGGA + offsets", "GGGGGA + offsets")
+LONGER = ("softmax", PAPER, "GKA unrotated", "GKA + offsets", "no attention", "causal mean", "previous token")
+AT_SMALLEST = [form for form in list(FORMS)[: list(FORMS).index(RIVAL) + 1] if fits(form, 2)]
+LEARNED = ("channels + gates", "channels", "gates")
+LEARNERS = (HALF_VE, CONTROL, "GGGA + offsets", "GKA + offsets", "VLT + offsets", "GKA unrotated", PAPER)
+CONTENDERS = (PRESET, RIVAL, "GGGA + offsets + channels + gates", f"{HALF_VE} + channels")
+WHEN = {  # to take a form
+    "softmax": "the paper's baseline",
+    CONTROL: "softmax, with what costs it nothing",
+    PAPER: "to reproduce the paper",
+    "GKA + offsets": "fewest parameters",
+    "GGGA + offsets": "a hybrid: three GKA layers, then one of softmax",
+    PRESET: "**the preset**, recommended on a CPU",
+    RIVAL: "softmax with all that the preset has",
+}
+IMAGES = {"cifar10": "CIFAR-10", "images": "600 photographs"}  # names of sets for people
+
+
+# Intervals
+
+
+@dataclass(frozen=True)
+class Interval:
+    """A mean difference over `seeds` seeds, and the ends of what holds 95 %; NaN where seeds are too few."""
+
+    value: float
+    low: float
+    high: float
+    seeds: int
+
+    def text(self, form: str) -> str:
+        """The value, and in brackets the ends."""
+        ends = "" if math.isnan(self.low) else f" [{self.low:{form}}, {self.high:{form}}]"
+        return f"{self.value:{form}}{ends}"
+
+
+def intervals(differences: dict[Any, pd.Series]) -> dict[Any, Interval]:
+    """An interval for each place, from the differences of its seeds and the standard deviation pooled over places."""
+    freedom = sum(len(one) - 1 for one in differences.values())
+    squares = sum(one.var() * (len(one) - 1) for one in differences.values() if len(one) > 1)
+    width = stats.t.ppf(0.975, freedom) * math.sqrt(squares / freedom) if freedom >= LEAST_FREEDOM else math.nan
+    halves = {place: width / math.sqrt(len(one)) for place, one in differences.items()}
+    means = {place: float(one.mean()) for place, one in differences.items()}
+    return {
+        place: Interval(mean, mean - halves[place], mean + halves[place], len(differences[place]))
+        for place, mean in means.items()
+    }
+
+
+def read_curve(sizes: list[float], losses: np.ndarray, size: float) -> float:
+    """The loss at a size, on the parabola (of two points the chord) through points in the logarithm of the size."""
+    if len(sizes) < 3:
+        return float(np.interp(np.log(size), np.log(sizes), losses))
+    return float(np.polyval(np.polyfit(np.log(sizes), losses, 2), np.log(size)))
+
+
+# Rows
+
+
+def chosen_rows(path: Path, *metrics: str) -> list[dict[str, Any]]:
+    """The rows whose learning rate was chosen for a comparison, each with its form and whether its rate is settled.
+
+    Rows of before 0438d460 are in chosen.jsonl by their keys; later ones say it themselves. The last row of a key
+    counts. Raises UserError for a damaged row.
+    """
+    labels = {line["key"]: line for line in read_lines(path.with_name("chosen.jsonl"))}
+    kind = "study-vision" if path.name.startswith("vision_") else "study"
+    newest = {row["key"]: row for row in records(path, *metrics, kind=kind)}
+    chosen = [{**row, **labels.get(key, {})} for key, row in newest.items() if key in labels or row.get("chosen")]
+    known = dict.fromkeys(one["form"] for key, one in labels.items() if key in newest)
+    order = {form: number for number, form in enumerate(known)}
+    chosen.sort(key=lambda row: order.get(row["form"], len(order)))
+    same = [row for row in chosen if row["data"] == chosen[0]["data"]]
+    if len(same) < len(chosen):
+        console.print(f"{path}: {len(chosen) - len(same)} rows of other data are left out", highlight=False)
+    return same
+
+
+def speeds_of(folder: Path) -> Speeds:
+    """Tokens/s of training steps that were timed in turns: of each depth the newest, on the machine timed last."""
+    timed = frame(folder / "study_speed.jsonl", "family", "depth", "group", kind="study-speed")
+    if timed.empty:
+        return {}
+    timed = timed[timed.tokens_per_second.notna() & (timed.hardware == timed.hardware.iloc[-1])]
+    timed = timed[timed.group == timed.groupby("depth").group.transform("last")]
+    return {depth: dict(zip(one.family, one.tokens_per_second)) for depth, one in timed.groupby("depth")}
+
+
+class Study:
+    """The finished trainings of one text, and their comparisons."""
+
+    def __init__(self, rows: list[dict[str, Any]], speeds: Speeds):
+        self.speeds = speeds
+        table = [
+            {
+                **{name: row["trial"][name] for name in ("depth", "tokens", "seed")},
+                **{name: row["metrics"][name] for name in ("parameters", "flops_per_token", "train_flops")},
+                "form": row["form"],
+                "rate": row["trial"]["rate"],
+                "settled": row.get("settled", True),
+                "loss": row["metrics"]["val_bpb"],
+                "sigmas": [s for layer in (row["metrics"]["sigma"] or {}).values() for s in layer],
+            }
+            for row in rows
+        ]
+        cells = pd.DataFrame(table).groupby(["form", "depth", "tokens"])
+        self.cells: dict[tuple[str, int, int], pd.DataFrame] = {
+            place: cell.set_index("seed").sort_index() for place, cell in cells
+        }
+        self.intervals = cache(self._intervals)
+
+    @classmethod
+    def read(cls, path: Path) -> "Study":
+        """Of a file of results. Raises UserError for a damaged row."""
+        return cls(chosen_rows(path, "val_bpb"), speeds_of(path.parents[1]))
+
+    def has(self, form: str, place: Place) -> bool:
+        return (form, *place) in self.cells
+
+    def at(self, form: str, place: Place) -> pd.DataFrame:
+        """A row for each seed."""
+        return self.cells[(form, *place)]
+
+    def loss(self, form: str, place: Place) -> str:
+        """The mean over seeds, and their standard deviation."""
+        return mean_of(self.at(form, place).loss, ".4f") if self.has(form, place) else NOT_RUN
+
+    def cost(self, form: str, place: Place, axis: str) -> float:
+        """FLOPs or seconds of a training; NaN where the speed is unknown."""
+        if axis == FLOPS:
+            return float(self.at(form, place).train_flops.iloc[0])
+        return place[1] / self.speeds.get(place[0], {}).get(form, math.nan)
+
+    def difference(self, form: str, baseline: str, place: Place, axis: str = TOKENS) -> pd.Series:
+        """The form's loss minus the baseline's, for each seed of both.
+
+        At equal FLOPs or time the baseline's loss is the best that it reaches, at any depth, for as much or less; none
+        if all of its trainings cost more. Between budgets it is on the parabola through them.
+        """
+        ours = self.at(form, place).loss
+        if axis == TOKENS:
+            return (ours - self.at(baseline, place).loss).dropna()
+        size, best = self.cost(form, place, axis), pd.Series(dtype=float)
+        for depth, budgets in BUDGETS.items():
+            curve = [(depth, tokens) for tokens in budgets if self.has(baseline, (depth, tokens))]
+            sizes = [self.cost(baseline, one, axis) for one in curve]
+            if not sizes or not min(sizes) <= size:
+                continue
+            losses = pd.concat([self.at(baseline, one).loss for one in curve], axis=1).dropna()
+            at_size = [read_curve(sizes, row, min(size, max(sizes))) for row in losses.to_numpy()]
+            there = (ours - pd.Series(at_size, losses.index, dtype=float)).dropna()
+            if len(there) and (best.empty or there.mean() > best.mean()):
+                best = there
+        return best
+
+    def _intervals(self, form: str, baseline: str, axis: str) -> dict[Place, Interval]:
+        places = [place for place in PLACES if self.has(form, place) and self.has(baseline, place)]
+        differences = {place: self.difference(form, baseline, place, axis) for place in places}
+        return intervals({place: one for place, one in differences.items() if len(one)})
+
+    def interval(self, form: str, baseline: str, place: Place, axis: str = TOKENS) -> Interval | None:
+        """The form over the baseline; None unless both are trained there."""
+        return self.intervals(form, baseline, axis).get(place)
+
+    def over(self, form: str, baseline: str, place: Place, axis: str = TOKENS, spec: str = "+.3f") -> str:
+        """The same in words; empty where there is none."""
+        one = self.interval(form, baseline, place, axis) if form != baseline else None
+        return one.text(spec) if one else ""
+
+    def seeds(self, form: str, baseline: str, place: Place) -> str:
+        """How many seeds both have."""
+        return str(one.seeds) if (one := self.interval(form, baseline, place)) else "0"
+
+
+def mean_of(values: pd.Series, form: str) -> str:
+    """The mean, and the standard deviation of several."""
+    return f"{values.mean():{form}}" + (f" ± {values.std():{form}}" if len(values) > 1 else "")
+
+
+def sigmas_of(cell: pd.DataFrame) -> np.ndarray:
+    """The bandwidths of all heads, layers and seeds."""
+    return np.concatenate([np.array(sigmas, dtype=float) for sigmas in cell.sigmas])
+
+
+def name_of(place: Place) -> str:
+    """A depth and a budget, as a heading."""
+    return f"depth {place[0]}, 2^{place[1].bit_length() - 1}"
+
+
+def rate_of(cell: pd.DataFrame) -> str:
+    """Its learning rate, with a star if not every rate that must be tried was."""
+    return f"{cell.rate.iloc[0]:g}" + ("" if cell.settled.all() else "*")
+
+
+# Tables
+
+
+@dataclass
+class Table:
+    """Cells of text, whose first `words` columns are words and the others numbers."""
+
+    headings: list[str]
+    rows: list[list[str]]
+    words: int = 1
+    title: str = ""
+    notes: list[str] = field(default_factory=list)
+
+    def markdown(self) -> str:
+        sides = ["---" if place < self.words else "---:" for place in range(len(self.headings))]
+        lines = [f"| {' | '.join(cells)} |" for cells in (self.headings, *self.rows)]
+        lines.insert(1, f"|{'|'.join(sides)}|")
+        return "\n\n".join(filter(None, [self.title, "\n".join(lines), *self.notes]))
+
+
+def smallest(study: Study) -> Table:
+    """Every form at the smallest size."""
+    rows = []
+    for form in (form for form in AT_SMALLEST if study.has(form, SMALLEST)):
+        cell = study.at(form, SMALLEST)
+        counts = [f"{cell[name].iloc[0]:,}" for name in ("parameters", "flops_per_token")]
+        difference = study.over(form, "softmax", SMALLEST, spec="+.4f")
+        rows.append([form, study.loss(form, SMALLEST), rate_of(cell), str(len(cell)), difference, *counts])
+    return Table(["", "validation bits per byte", "rate", "seeds", "over softmax", "parameters", "FLOPs/token"], rows)
+
+
+def longer(study: Study) -> Table:
+    """The loss and σ² of the paper's form as training gets longer."""
+
+    def cell(form: str, place: Place) -> str:
+        sigmas = sigmas_of(study.at(form, place)) if study.has(form, place) else []
+        return study.loss(form, place) + (f"; σ² {np.median(np.square(sigmas)):.3g}" if len(sigmas) else "")
+
+    rows = [[form, *(cell(form, (2, tokens)) for tokens in LONG)] for form in LONGER]
+    return Table(["", *(f"{tokens:,} tokens" for tokens in LONG)], rows)
+
+
+def sizes(study: Study) -> Table:
+    """The loss of every form at every depth and budget."""
+    rows = [
+        [form, *(study.loss(form, place) if fits(form, place[0]) else "" for place in PLACES)]
+        for form in (*SCALED, PRESET, RIVAL)
+    ]
+    cells = [study.at(form, place).loss for form in REPEATED for place in PLACES if study.has(form, place)]
+    repeated = [cell for cell in cells if len(cell) > 1]
+    freedom = sum(len(cell) - 1 for cell in repeated)
+    deviation = math.sqrt(sum(cell.var() * (len(cell) - 1) for cell in repeated) / freedom) if freedom else math.nan
+    note = f"Standard deviation over seeds, pooled over {len(repeated)} trials: {deviation:.4f}."
+    return Table(["", *map(name_of, PLACES)], rows, notes=[note] if freedom else [])
+
+
+def pairs(forms: Iterable[str]) -> list[tuple[str, str]]:
+    """Every form with each of the two baselines that comes before it."""
+    return [(form, "softmax") for form in forms if form != "softmax"] + [
+        (form, CONTROL) for form in forms if form not in ("softmax", CONTROL)
+    ]
+
+
+def differences(study: Study) -> Table:
+    """Forms with most seeds over both baselines, at the budget that all depths have."""
+    rows = [
+        [
+            form,
+            baseline,
+            *(study.over(form, baseline, place) for place in COMMON),
+            " / ".join(study.seeds(form, baseline, place) for place in COMMON),
+        ]
+        for form, baseline in pairs(REPEATED)
+        if any(study.interval(form, baseline, place) for place in COMMON)
+    ]
+    return Table(["", "over", *(f"depth {place[0]}" for place in COMMON), "seeds"], rows, words=2)
+
+
+def differences_longer(study: Study) -> Table:
+    """The same with other budgets, and at equal FLOPs and time."""
+    others = [place for place in PLACES if place[1] != 2**20 or min(BUDGETS[place[0]]) < 2**20]
+    rows = [
+        [
+            form,
+            baseline,
+            name_of(place),
+            *(study.over(form, baseline, place, axis) for axis in AXES),
+            study.seeds(form, baseline, place),
+        ]
+        for form, baseline in [*pairs([*REPEATED, HALF_VE, PRESET]), (PRESET, RIVAL)]
+        for place in others
+        if study.interval(form, baseline, place)
+    ]
+    return Table(["", "over", "layers and tokens", *AXES, "seeds"], rows, words=3)
+
+
+def channels(study: Study) -> Table:
+    """What a bandwidth for every channel and a gate for every head give to each form."""
+
+    def beside(form: str, without: str, place: Place) -> str:
+        if not study.has(form, place):
+            return NOT_RUN
+        most = max(len(study.at(one, place)) for one in (form, without))
+        seeds = study.seeds(form, without, place)
+        fewer = f" (seeds: {seeds})" if int(seeds) < most else ""
+        return f"{study.loss(form, place)}, {study.over(form, without, place)}{fewer}"
+
+    rows = [
+        [form, str(place[0]), study.loss(form, place), *(beside(f"{form} + {one}", form, place) for one in LEARNED)]
+        for form in LEARNERS
+        for place in (SMALLEST, DEEPER)
+        if study.has(form, place) and any(study.has(f"{form} + {one}", place) for one in LEARNED)
+    ]
+    return Table(["", "layers", "without", *LEARNED], rows)
+
+
+def longest(study: Study) -> Table:
+    """The longest trainings of four layers over softmax with offsets, with what they cost in its shares."""
+    rows, speeds = [], study.speeds.get(LONGEST[0], {})
+    for form in ("softmax", CONTROL, PAPER, "GKA + offsets", HALF_VE, "GGGA + offsets", *CONTENDERS):
+        if not (study.has(form, LONGEST) and study.has(CONTROL, LONGEST)):
+            continue
+        ours, control = study.at(form, LONGEST), study.at(CONTROL, LONGEST)
+        ways = [study.over(form, CONTROL, LONGEST, axis) if form != CONTROL else "+0.000" for axis in AXES]
+        shares = [ours[name].iloc[0] / control[name].iloc[0] for name in ("parameters", "flops_per_token")]
+        shares.append(speeds.get(CONTROL, math.nan) / speeds.get(form, math.nan))
+        costs = ["" if math.isnan(share) else f"{share:.2f}x" for share in shares]
+        rows.append([form, *ways, *costs, str(len(ours.index.intersection(control.index)))])
+    return Table([name_of(LONGEST), *AXES, "parameters", "FLOPs", "time of a step", "seeds"], rows)
+
+
+def forms(study: Study) -> Table:
+    """The same for the front page, and when to take each form."""
+    rows = [
+        [form, WHEN[form], tokens, time, parameters, step]
+        for form, tokens, _, time, parameters, _, step, _ in longest(study).rows
+        if form in WHEN
+    ]
+    return Table(["form", "when", TOKENS, TIME, "parameters", "time of a step"], rows, words=2)
+
+
+def preset(study: Study) -> Table:
+    """The preset over softmax, with ever more of what the preset has."""
+    rows = [
+        [form, *(study.over(PRESET, form, LONGEST, axis) for axis in (TOKENS, TIME))]
+        for form in ("softmax", CONTROL, RIVAL)
+    ]
+    return Table(["the preset over", TOKENS, TIME], rows)
+
+
+def counts(study: Study) -> Table:
+    """How often the preset is ahead, level or behind, over the sizes and budgets where it has several seeds."""
+    rows = []
+    for baseline in (CONTROL, RIVAL):
+        for axis in (TOKENS, TIME):
+            known = [one for one in study.intervals(PRESET, baseline, axis).values() if one.seeds > 1]
+            known = [one for one in known if not math.isnan(one.low)]
+            ahead, behind = sum(one.high < 0 for one in known), sum(one.low > 0 for one in known)
+            rows.append([baseline, axis, *map(str, (ahead, len(known) - ahead - behind, behind))])
+    return Table(["the preset over", "at", "ahead", "level", "behind"], rows, words=2)
+
+
+# Images
+
+
+def images_of(folder: Path) -> dict[str, tuple[dict[str, Any], dict[str, pd.DataFrame]]]:
+    """By set of images its data, and for each form a row for each seed."""
+    found = {}
+    for path in sorted(folder.glob("vision_*.jsonl")):
+        rows = chosen_rows(path, "ema_top1", "sigma")
+        table = [
+            {
+                **{name: row["trial"][name] for name in ("seed", "rate")},
+                **{name: row["metrics"][name] for name in ("parameters", "flops", "images_per_second", "ema_top1")},
+                "form": row["form"],
+                "settled": row.get("settled", True),
+                "sigmas": [s for layer in row["metrics"]["sigma"].values() for s in layer],
+            }
+            for row in rows
+        ]
+        if rows:
+            cells = pd.DataFrame(table).groupby("form", sort=False)
+            by_form = {form: cell.set_index("seed").sort_index() for form, cell in cells}
+            found[path.stem.removeprefix("vision_")] = rows[0]["data"], by_form
+    return found
+
+
+def over_images(cells: dict[str, pd.DataFrame], form: str, baseline: str) -> str:
+    """Points of top-1 between two forms."""
+    if form == baseline or not {form, baseline} <= cells.keys():
+        return ""
+    difference = (cells[form].ema_top1 - cells[baseline].ema_top1).dropna()
+    return intervals({"": difference})[""].text("+.2f") if len(difference) else ""
+
+
+def images(folder: Path) -> list[Table]:
+    """Every form's accuracy, and its difference from softmax and from GKA, for each set of images."""
+    tables = []
+    for data, cells in images_of(folder).values():
+        rows, held_out = [], data.get("held out")
+        for form, cell in cells.items():
+            first = [form, mean_of(cell.ema_top1, ".2f"), rate_of(cell), str(len(cell))]
+            differences = [over_images(cells, form, baseline) for baseline in ("softmax", "GKA")]
+            costs = [f"{cell.parameters.iloc[0]:,}", f"{cell.flops.iloc[0] / 1e6:.2f}"]
+            sigmas = sigmas_of(cell)
+            learned = [f"{cell.images_per_second.median():,.0f}"]
+            learned.append(f"{min(sigmas):.2f} to {max(sigmas):.2f}" if len(sigmas) else "")
+            rows.append([*first, *differences, *costs, *(learned if held_out else [])])
+        judged = f"{data['val images']:,} held out"
+        if held_out:
+            judged = f"{data['val images']:,} to test, rates by {held_out:,} that those of training hold out"
+        headings = ["", "top-1 %", "rate", "seeds", "over softmax", "over GKA", "parameters", "MFLOPs/image"]
+        headings += ["images/s", "learned σ"] if held_out else []
+        provisional = "Rates marked * are provisional: not every rate that must be tried has been."
+        notes = [] if all(cell.settled.all() for cell in cells.values()) else [provisional]
+        title = f"{data['images']}, {data['train images']:,} for training and {judged}:"
+        tables.append(Table(headings, rows, title=title, notes=notes))
+    return tables
+
+
+def images_summary(folder: Path) -> list[Table]:
+    """VLT and GKA over softmax, and GKA with its best spatial offsets over softmax with the same."""
+    rows = []
+    for data, cells in images_of(folder).values():
+        shifted = [form for form in cells if form.startswith("GKA + ")]
+        best = max(shifted, key=lambda form: cells[form].ema_top1.mean(), default="")
+        for form in filter(None, ["VLT", "GKA", best]):
+            other = form.replace("GKA", "softmax") if form == best else "softmax"
+            ends = [f"{cells[one].ema_top1.mean():.2f}" if one in cells else NOT_RUN for one in (form, other)]
+            name = IMAGES.get(data["images"], data["images"])
+            seeds = str(len(cells[form])) if form in cells else ""
+            rows.append([name, form, other, *ends, over_images(cells, form, other), seeds])
+    headings = ["images", "form", "over", "top-1 %", "softmax's", "difference, points", "seeds"]
+    return [Table(headings, rows, words=3)]
+
+
+def sources(folder: Path) -> list[Table]:
+    """When, where and at which commits the rows of every file were measured."""
+    rows = []
+    for path in sorted(path for path in folder.glob("*.jsonl") if path.name != "chosen.jsonl"):
+        by_machine: dict[str, list[dict[str, Any]]] = {}
+        for row in chosen_rows(path):
+            by_machine.setdefault(f"{row['hardware']}, torch {row['torch']}", []).append(row)
+        for machine, own in by_machine.items():
+            days, commits = sorted({row["date"][:10] for row in own}), len({row["commit"] for row in own})
+            when = days[0] if len(days) == 1 else f"{days[0]} to {days[-1]}"
+            rows.append([f"`{path.name}`", machine, when, str(commits), str(len(own))])
+    return [Table(["file", "machine", "dates", "commits", "rows"], rows, words=3)]
+
+
+def of_every_text(one: Callable[[Study], Table], titled: bool = True) -> Callable[[Path], list[Table]]:
+    """A table for each file of text, under its name."""
+
+    def tables(folder: Path) -> list[Table]:
+        found = []
+        for path, study in texts(folder).items():
+            table = one(study)
+            table.title = f"{path.stem}:" if titled else ""
+            found.append(table)
+        return found
+
+    return tables
+
+
+@cache
+def texts(folder: Path) -> dict[Path, Study]:
+    """The files of text that have rows to compare."""
+    paths = [path for path in sorted(folder.glob("*.jsonl")) if not path.name.startswith(("vision_", "chosen"))]
+    return {path: Study.read(path) for path in paths if chosen_rows(path)}
+
+
+TABLES: dict[str, Callable[[Path], list[Table]]] = {
+    "families": of_every_text(smallest),
+    "longer": of_every_text(longer),
+    "sizes": of_every_text(sizes),
+    "differences": of_every_text(differences),
+    "differences-longer": of_every_text(differences_longer),
+    "channels": of_every_text(channels),
+    "longest": of_every_text(longest),
+    "counts": of_every_text(counts, titled=False),
+    "forms": of_every_text(forms, titled=False),
+    "preset": of_every_text(preset, titled=False),
+    "images": images,
+    "images-summary": images_summary,
+    "sources": sources,
+}
+
+
+# Pictures
+
+OPEN = (0, (4, 2))  # dashes
+LOOKS: dict[str, tuple[str, str, Any]] = {  # colour, marker, line
+    "softmax": (BLACK, "o", "-"),
+    CONTROL: (SKY, "s", "-"),
+    "GKA": (VERMILION, "o", "-"),
+    "GKA unrotated": (VERMILION, "v", OPEN),
+    "GKA + offsets": (ORANGE, "s", "-"),
+    HALF_VE: (GREEN, "D", "-"),
+    "GGGA + offsets": (BLUE, "s", "-"),
+    PRESET: (GREEN, "*", OPEN),
+    RIVAL: (SKY, "*", OPEN),
+    "VLT": (PURPLE, "o", "-"),
+    "no attention": (GREY, "X", ":"),
+    "causal mean": (GREY, "v", ":"),
+    "previous token": (GREY, "<", ":"),
+}
+LOSS = "validation bits per byte"
+DRAWN = ("softmax", CONTROL, PAPER, "GKA + offsets", HALF_VE, "GGGA + offsets", PRESET, RIVAL)
+
+
+def style(form: str, **changed: Any) -> dict[str, Any]:
+    """How a form is drawn: arguments of matplotlib's plot and errorbar."""
+    colour, marker, line = LOOKS[form]
+    label = "GKA, the preset" if form == PRESET else form
+    look = {"color": colour, "marker": marker, "linestyle": line, "label": label, "markersize": 5, "linewidth": 1.3}
+    return look | changed
+
+
+def panels(columns: int, height: float, **shared: bool) -> tuple[Any, np.ndarray]:
+    """A figure as wide as a page, and its axes in a row."""
+    figure, axes = subplots(1, columns, figsize=(8.5, height), squeeze=False, **shared)
+    figure.set_layout_engine("constrained")
+    for axis in axes.flat:
+        axis.grid(alpha=0.3)
+        axis.tick_params(labelsize=9)
+    return figure, axes.ravel()
+
+
+def save(figure: Any, axes: Iterable[Any], title: str, path: Path, columns: int = 3) -> None:
+    """Write the figure under its title, with one legend below all axes; columns: of the legend, 0 for none."""
+    entries: dict[str, Any] = {}
+    for axis in axes:
+        for handle, label in zip(*axis.get_legend_handles_labels()):
+            entries.setdefault(label, handle)
+    if columns:
+        below = dict(loc="outside lower center", ncols=columns, fontsize=9, frameon=False)
+        figure.legend(entries.values(), entries, **below)
+    figure.suptitle(title, fontsize=11)
+    figure.savefig(path, dpi=120)
+    console.print(f"drew {path}", highlight=False, markup=False)
+
+
+def draw_budgets(study: Study, name: str, folder: Path) -> None:
+    """Differences from CONTROL against the tokens of the training, a panel a depth."""
+    figure, axes = panels(len(BUDGETS), 3.9, sharey=True)
+    for axis, (depth, budgets) in zip(axes, BUDGETS.items(), strict=True):
+        for number, form in enumerate(form for form in DRAWN if form != CONTROL):
+            found = {tokens: study.interval(form, CONTROL, (depth, tokens)) for tokens in budgets}
+            found = {tokens * 2 ** (0.06 * (number - 3)): one for tokens, one in found.items() if one}
+            known = found.values()
+            axis.plot(found.keys(), [one.value for one in known], **style(form))
+            axis.vlines(found.keys(), [one.low for one in known], [one.high for one in known], color=LOOKS[form][0])
+        axis.axhline(0, color="grey", linewidth=0.8)
+        axis.set_xscale("log", base=2)
+        axis.set(xlim=(2**18.5, 2**22.5), xlabel="training tokens")
+        axis.set_title(f"{depth} layers", fontsize=10)
+    axes[0].set_ylabel(f"loss minus that of {CONTROL}")
+    save(figure, axes, f"{LOSS.capitalize()}: difference from {CONTROL}, on {name}", folder, columns=2)
+
+
+def draw_time(study: Study, name: str, folder: Path) -> None:
+    """Loss against the minutes of training; lines join the trainings that no faster one of the form beats."""
+    figure, [axis] = panels(1, 5.4)
+    for form in DRAWN:
+        cells = [(study.cost(form, p, TIME) / 60, study.at(form, p).loss) for p in PLACES if study.has(form, p)]
+        known = sorted((minutes, loss.mean(), loss.std()) for minutes, loss in cells if not math.isnan(minutes))
+        for minutes, loss, spread in known:
+            axis.errorbar(minutes, loss, 0 if math.isnan(spread) else spread, **style(form, linestyle="none"))
+        best = [one for place, one in enumerate(known) if one[1] < min([o[1] for o in known[:place]], default=9)]
+        line = dict(color=LOOKS[form][0], linestyle=LOOKS[form][2], linewidth=1)
+        axis.plot([one[0] for one in best], [one[1] for one in best], **line)
+    axis.set(xscale="log", xlabel="minutes of training, one thread", ylabel=LOSS)
+    axis.set_xticks([1, 2, 5, 10, 20], ["1", "2", "5", "10", "20"])
+    save(figure, [axis], f"Loss against the time of training, on {name}", folder, columns=2)
+
+
+def draw_quality(study: Study, name: str, folder: Path) -> None:
+    """Loss against parameters and minutes after the longest training, every point with its form's name."""
+    figure, axes = panels(2, 4.4, sharey=True)
+    shown = [form for form in DRAWN if study.has(form, LONGEST)]
+    losses = {form: study.at(form, LONGEST).loss for form in shown}
+    # One form far behind would leave the others no room: it stands at the top, with its loss.
+    ordered = sorted(loss.mean() for loss in losses.values())
+    top = ordered[-2] + (ordered[-2] - ordered[0]) * 0.6 if len(ordered) > 2 else math.inf
+    costs = {
+        "parameters, millions": {form: study.at(form, LONGEST).parameters.iloc[0] / 1e6 for form in shown},
+        "minutes of training, one thread of a CPU": {form: study.cost(form, LONGEST, TIME) / 60 for form in shown},
+    }
+    lifted = {CONTROL: 9, RIVAL: -8}  # points of the page, of names that would lie on each other
+    for axis, (label, by_form) in zip(axes, costs.items(), strict=True):
+        known = {form: cost for form, cost in by_form.items() if not math.isnan(cost)}
+        middle = sum((min(known.values(), default=0), max(known.values(), default=0))) / 2
+        for form, cost in known.items():
+            mean, spread = losses[form].mean(), losses[form].std()
+            height, look = min(mean, top), style(form)
+            axis.errorbar(cost, height, 0 if math.isnan(spread) or height < mean else spread, **look)
+            words = look["label"] if height == mean else f"{form}: {mean:.2f} ↑"
+            side = (
+                dict(ha="right", xytext=(-8, lifted.get(form, 0)))
+                if cost > middle
+                else dict(ha="left", xytext=(8, lifted.get(form, 0)))
+            )
+            text = dict(textcoords="offset points", va="center", fontsize=9, color=look["color"])
+            axis.annotate(words, (cost, height), **side, **text)
+        axis.set_xlabel(label)
+        axis.margins(x=0.12, y=0.08)
+    axes[0].set_ylabel(LOSS)
+    millions = LONGEST[1] / 1e6
+    title = f"Loss against cost, four layers and {millions:.1f} million tokens of {name}: lower is better"
+    save(figure, axes, title, folder, columns=0)
+
+
+def draw_longer(study: Study, name: str, folder: Path) -> None:
+    """Loss and σ² against the tokens of the training, at depth 2."""
+    figure, (left, right) = panels(2, 4.4)
+    for form in LONGER:
+        cells = {tokens: study.at(form, (2, tokens)) for tokens in LONG if study.has(form, (2, tokens))}
+        means = [cell.loss.mean() for cell in cells.values()]
+        left.errorbar(
+            cells.keys(), means, [cell.loss.std() if len(cell) > 1 else 0 for cell in cells.values()], **style(form)
+        )
+        sigmas = [np.median(np.square(values)) for cell in cells.values() if len(values := sigmas_of(cell))]
+        if len(sigmas) == len(cells):
+            right.plot(cells.keys(), sigmas, **style(form))
+    for axis, label in ((left, LOSS), (right, "median σ² of all heads (head_dim is 64)")):
+        axis.set(xlabel="training tokens", ylabel=label)
+        axis.set_xscale("log", base=2)
+    right.set_yscale("log")
+    save(figure, [left], f"Two layers, trained longer, on {name}", folder, columns=4)
+
+
+def draw_images(folder: Path, path: Path) -> None:
+    """Top-1 of every form on every set of images, a dot for each seed and a stroke for their mean."""
+    sets = images_of(folder)
+    order = list(dict.fromkeys(form for _, cells in sets.values() for form in cells))[::-1]
+    figure, axes = panels(len(sets), 4.4, sharey=True)
+    for axis, (data, cells) in zip(axes, sets.values(), strict=True):
+        for form, cell in cells.items():
+            colour = {"s": BLACK, "V": PURPLE}.get(form[0], ORANGE if "+" in form else VERMILION)
+            height = order.index(form)
+            axis.plot(cell.ema_top1, [height] * len(cell), "o", color=colour, markersize=5, alpha=0.5)
+            axis.plot(cell.ema_top1.mean(), height, "|", color=colour, markersize=16, markeredgewidth=2)
+        axis.set(xlabel="top-1, %")
+        axis.set_title(IMAGES.get(data["images"], data["images"]), fontsize=10)
+        axis.grid(visible=False, axis="y")
+    axes[0].set_yticks(range(len(order)), [form.replace(", channel", ",\nchannel") for form in order])
+    title = "Top-1 of vision transformers, with spatial offsets (four letters) and without"
+    save(figure, axes, title, path, columns=0)
+
+
+def draw(folder: Path, pictures: Path) -> None:
+    """All pictures that there are rows for."""
+    pictures.mkdir(parents=True, exist_ok=True)
+    for path, study in texts(folder).items():
+        if any(form == CONTROL for form, _, _ in study.cells):
+            draw_budgets(study, path.stem, pictures / f"study-budgets-{path.stem}.png")
+        if study.speeds:
+            draw_time(study, path.stem, pictures / f"study-time-{path.stem}.png")
+        if study.has(CONTROL, LONGEST):
+            draw_quality(study, path.stem, pictures / f"quality-{path.stem}.png")
+        draw_longer(study, path.stem, pictures / f"study-longer-{path.stem}.png")
+    if images_of(folder):
+        draw_images(folder, pictures / "study-images.png")
+
+
+# The command
+
+
+@dataclass
+class AnalyseConfig:
+    """Write the study's tables into the pages and draw its pictures, from the rows in runs/results/study."""
+
+    check: bool = False
+    """Write nothing; exit with 1 if a page is out of date."""
+    show: bool = False
+    """Print the tables and write nothing."""
+    results: Path = RESULTS / "study"
+    """Folder of the results, a file of JSON lines for each corpus."""
+    pictures: Path = RESULTS / "pictures"
+    """Folder for the pictures."""
+
+
+def rendered(text: str, folder: Path) -> str:
+    """A page with every block of the study filled. Raises UserError for a block of another name."""
+
+    def filled(match: re.Match[str]) -> str:
+        if match[1] not in TABLES:
+            raise UserError(f"there is no table study:{match[1]}; choose among {', '.join(TABLES)}")
+        tables = "\n\n".join(table.markdown() for table in TABLES[match[1]](folder)) or NOT_RUN
+        return f"<!-- study:{match[1]} -->\n{tables}\n<!-- /study -->"
+
+    return BLOCK.sub(filled, text)
+
+
+def main(config: AnalyseConfig) -> None:
+    if not list(config.results.glob("*.jsonl")):
+        raise UserError(f"no results in {config.results}; python -m runs.study.train writes some")
+    if config.show:
+        for name, tables in TABLES.items():
+            print(f"\n{name}\n", *(f"\n{table.markdown()}" for table in tables(config.results)), sep="\n")
+        return
+    pages = {page: (ROOT / page).read_text() for page in PAGES}
+    stale = {page: new for page, text in pages.items() if (new := rendered(text, config.results)) != text}
+    if config.check:
+        for page in stale:
+            print(f"{page} is out of date: run python -m runs.study.analyse", file=sys.stderr)
+        sys.exit(bool(stale))
+    for page, text in stale.items():
+        (ROOT / page).write_text(text)
+        console.print(f"{page}: written", highlight=False)
+    draw(config.results, config.pictures)
+
+
+if __name__ == "__main__":
+    run(main, AnalyseConfig)
