@@ -363,6 +363,14 @@ def channels(study: Study) -> Table:
     return Table(["", "layers", "without", *LEARNED], rows)
 
 
+def wide_heads(study: Study) -> Table:
+    """Heads of 128 channels in place of 64: what they change, and the preset over softmax with the same."""
+    wide = {form: f"{form}, heads of 128" for form in (PRESET, RIVAL)}
+    compared = [(wide[PRESET], PRESET), (wide[RIVAL], RIVAL), (wide[PRESET], wide[RIVAL])]
+    rows = [[*pair, *(study.over(*pair, place) for place in (DEEPER, LONGEST))] for pair in compared]
+    return Table(["", "over", name_of(DEEPER), name_of(LONGEST)], rows, words=2)
+
+
 def longest(study: Study) -> Table:
     """The longest trainings of four layers over softmax with offsets, with what they cost in its shares."""
     rows, speeds = [], study.speeds.get(LONGEST[0], {})
@@ -525,6 +533,7 @@ TABLES: dict[str, Callable[[Path], list[Table]]] = {
     "differences": of_every_text(differences),
     "differences-longer": of_every_text(differences_longer),
     "channels": of_every_text(channels),
+    "wide-heads": of_every_text(wide_heads),
     "longest": of_every_text(longest),
     "counts": of_every_text(counts, titled=False),
     "forms": of_every_text(forms, titled=False),
