@@ -1,0 +1,136 @@
+"""The study: cells with real trainings that are recorded, skipped, stopped and refused; and the keys of recorded rows."""
+
+import json
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import tyro
+
+from deit_gka.train import TrainConfig as ImageTrainer
+from nanochat_gka.train import TrainConfig as TextTrainer
+from processes import HANG_AFTER
+from runs.study import train
+from runs.study.train import FORMS, IMAGE_FORMS, Runner, TrainConfig, image_training, text_training, text_trainings
+from trainkit_gka.cli import UserError
+from trainkit_gka.files import locked
+from trainkit_gka.progress import read_events, read_lines
+
+RESULTS = Path(__file__).parents[2] / "runs/results/study"
+STEPS = 20
+
+
+@pytest.fixture(autouse=True, scope="module")
+def saved_often():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(train, "SAVE_EVERY", 2048)
+        yield
+
+
+def runner(packed, folder, **flags):
+    """Of one cell with one layer; flags: of the command."""
+    config = dict(data=packed / "packed", results=folder, runs=folder / "runs", forms=["GKA"], depths=[1], seeds=[0])
+    config |= dict(tokens=[2048 * STEPS], device_type="cpu", at_once=1, threads=1, **flags)
+    config = TrainConfig(**config)
+    return Runner(config, *text_trainings(config))
+
+
+@pytest.fixture(scope="module")
+def trained(packed, tmp_path_factory):
+    """The folder of a finished cell."""
+    folder = tmp_path_factory.mktemp("study")
+    assert runner(packed, folder).run()
+    return folder
+
+
+def test_a_finished_cell_is_one_row_with_all_that_was_measured(packed, trained):
+    one = runner(packed, trained)
+    [training], [row] = one.trainings, read_lines(one.results)
+    assert row["key"] == training.key and row["form"] == "GKA" and row["chosen"] and row["kind"] == "study"
+    assert {"commit", "hardware", "date", "torch", "data"} <= row.keys() and row["trial"]["rate"] == 1.0
+    metrics = row["metrics"]
+    assert metrics["train_flops"] == training.cost and metrics["curve"][-1][0] == 2048 * STEPS
+    assert metrics["evaluations"][-1][2] == metrics["val_bpb"] < metrics["evaluations"][0][2]
+    assert len(metrics["sigma"]["layer_0"]) == 1
+    assert not one.left() and one.run() and len(read_lines(one.results)) == 1
+
+
+def test_a_refused_cell_is_a_row_too_and_is_tried_again_on_request(packed, tmp_path):
+    one = runner(packed, tmp_path, flags="--no-such-flag 1")
+    assert one.run() and not one.left()
+    [row] = read_lines(one.results)
+    assert row["kind"] == "study-failed" and row["exit_code"] == 2 and row["form"] == "GKA"
+    assert not runner(packed, tmp_path, flags="--no-such-flag 1").left()
+    assert runner(packed, tmp_path, flags="--no-such-flag 1", retry_failed=True).left()
+    assert runner(packed, tmp_path).left()  # further flags are another cell
+
+
+def test_a_stopped_cell_continues_to_the_same_result(packed, trained, tmp_path):
+    one = runner(packed, tmp_path)
+    log = one.runs / one.trainings[0].key / "log.jsonl"
+
+    def stop():
+        end = time.monotonic() + HANG_AFTER
+        while time.monotonic() < end and len(read_events(log, "train")) < 3:
+            time.sleep(0.005)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    thread = threading.Thread(target=stop)
+    thread.start()
+    assert not one.run()
+    thread.join()
+    assert not one.results.exists()
+    again = runner(packed, tmp_path)
+    assert again.run()
+    losses = [read_lines(one.results)[0]["metrics"]["val_bpb"] for one in (again, runner(packed, trained))]
+    assert losses[0] == losses[1]
+
+
+def test_a_cell_that_another_process_trains_is_left_to_it(packed, tmp_path):
+    one = runner(packed, tmp_path)
+    with locked(one.runs / one.trainings[0].key, "training in"):
+        assert one._look() and not one.running
+
+
+def test_recorded_cells_keep_their_keys_and_flops():
+    """Else they would be trained again, and tables would miss them."""
+    forms = {line["key"]: line["form"] for line in map(json.loads, (RESULTS / "chosen.jsonl").read_text().splitlines())}
+    checked = 0
+    for row in read_lines(RESULTS / "text_large.jsonl"):
+        form, trial = forms.get(row["key"]), row["trial"]
+        if form in FORMS:
+            place = form, trial["depth"], trial["tokens"], trial["seed"]
+            again = text_training(TrainConfig(), {**row["data"], "vocab_size": 4096}, *place)
+            assert (again.key, again.cost) == (row["key"], row["metrics"]["train_flops"]), place
+            checked += 1
+    for row in read_lines(RESULTS / "vision_cifar10.jsonl"):
+        if form := forms.get(row["key"]):
+            again = image_training(TrainConfig(images="x"), Path("x"), row["data"], form, row["trial"]["seed"])
+            assert again.key == row["key"] and again.trial == row["trial"]
+            checked += 1
+    assert checked > 350
+
+
+def test_the_trainers_read_the_flags_of_every_cell():
+    manifest = {"tokenizer_sha256": "", "sequence_len": 512, "source": [], "vocab_size": 4096}
+    for form in FORMS:
+        training = text_training(TrainConfig(), manifest, form, 8, 2**20, 1)
+        config = tyro.cli(TextTrainer, args=training.words)
+        assert config.compile == "on" and config.num_iterations == training.steps == 2**20 // 4096
+        assert config.matrix_lr == pytest.approx(0.02 * 16 * training.trial["rate"])
+    data = {"train images": 50_000}
+    for form in IMAGE_FORMS:
+        training = image_training(TrainConfig(images="x"), Path("x"), data, form, 1)
+        config = tyro.cli(ImageTrainer, args=["--data", "x", *training.words])
+        assert config.epochs * 390 == training.steps and config.seed == 1
+
+
+@pytest.mark.parametrize("flags, name", [(dict(forms=["x"]), "--forms x"), (dict(cells=["x"]), "--cells x")])
+def test_unknown_names_are_named(packed, flags, name):
+    with pytest.raises(UserError, match=name):
+        text_trainings(TrainConfig(data=packed / "packed", **flags))
+    with pytest.raises(UserError, match="no packed rows"):
+        text_trainings(TrainConfig(data=packed / "nowhere"))
