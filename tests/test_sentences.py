@@ -1,4 +1,4 @@
-"""Numbers of prose are those of tables: a passage between `<!-- numbers: NAMES -->` and `<!-- /numbers -->` says of which."""
+"""Numbers of prose are those of tables: `<!-- numbers: NAMES -->` before a passage says of which ones."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""The study: cells with real trainings that are recorded, skipped, stopped and refused; and the keys of recorded rows."""
+"""The study: cells with real trainings that are recorded, skipped, stopped and refused; keys of recorded rows."""
 
 import json
 import os
