@@ -1,8 +1,8 @@
 """Turn the study's rows into its tables and pictures.
 
-python -m runs.study.analyse             writes the blocks of the pages, and draws the pictures
+python -m runs.study.analyse             prints the tables
+python -m runs.study.analyse --write     writes them into the pages, and draws the pictures
 python -m runs.study.analyse --check     exits with 1 if a page does not say what the rows say
-python -m runs.study.analyse --show      prints the tables
 
 A block stands between `<!-- study:NAME -->` and `<!-- /study -->` of a page in PAGES; NAME is a key of TABLES.
 
@@ -726,12 +726,12 @@ def draw(folder: Path, pictures: Path) -> None:
 
 @dataclass
 class AnalyseConfig:
-    """Write the study's tables into the pages and draw its pictures, from the rows in runs/results/study."""
+    """Print the tables of the rows in runs/results/study, or write them into the pages and draw the pictures."""
 
+    write: bool = False
+    """Write the tables into the pages and draw the pictures."""
     check: bool = False
-    """Write nothing; exit with 1 if a page is out of date."""
-    show: bool = False
-    """Print the tables and write nothing."""
+    """Exit with 1 if a page is out of date."""
     results: Path = RESULTS / "study"
     """Folder of the results, a file of JSON lines for each corpus."""
     pictures: Path = RESULTS / "pictures"
@@ -753,7 +753,7 @@ def rendered(text: str, folder: Path) -> str:
 def main(config: AnalyseConfig) -> None:
     if not list(config.results.glob("*.jsonl")):
         raise UserError(f"no results in {config.results}; python -m runs.study.train writes some")
-    if config.show:
+    if not (config.write or config.check):
         for name, tables in TABLES.items():
             print(f"\n{name}\n", *(f"\n{table.markdown()}" for table in tables(config.results)), sep="\n")
         return
@@ -761,7 +761,7 @@ def main(config: AnalyseConfig) -> None:
     stale = {page: new for page, text in pages.items() if (new := rendered(text, config.results)) != text}
     if config.check:
         for page in stale:
-            print(f"{page} is out of date: run python -m runs.study.analyse", file=sys.stderr)
+            print(f"{page} is out of date: run python -m runs.study.analyse --write", file=sys.stderr)
         sys.exit(bool(stale))
     for page, text in stale.items():
         (ROOT / page).write_text(text)
