@@ -683,7 +683,8 @@ def draw_longer(study: Study, name: str, folder: Path) -> None:
     for axis, label in ((left, LOSS), (right, "median σ² of all heads (head_dim is 64)")):
         axis.set(xlabel="training tokens", ylabel=label)
         axis.set_xscale("log", base=2)
-    right.set_yscale("log")
+    if right.lines:
+        right.set_yscale("log")
     save(figure, [left], f"Two layers, trained longer, on {name}", folder, columns=4)
 
 
@@ -716,7 +717,8 @@ def draw(folder: Path, pictures: Path) -> None:
             draw_time(study, path.stem, pictures / f"study-time-{path.stem}.png")
         if study.has(CONTROL, LONGEST):
             draw_quality(study, path.stem, pictures / f"quality-{path.stem}.png")
-        draw_longer(study, path.stem, pictures / f"study-longer-{path.stem}.png")
+        if any(study.has(form, (2, tokens)) for form in LONGER for tokens in LONG):
+            draw_longer(study, path.stem, pictures / f"study-longer-{path.stem}.png")
     if images_of(folder):
         draw_images(folder, pictures / "study-images.png")
 

@@ -81,7 +81,7 @@ def test_pictures_are_drawn_of_what_there_is(tmp_path):
     write_lines(tmp_path / "rows/text.jsonl", *rows)
     analyse.draw(tmp_path / "rows", tmp_path / "pictures")
     names = {path.name for path in (tmp_path / "pictures").iterdir()}
-    assert names == {"study-budgets-text.png", "quality-text.png", "study-longer-text.png"}
+    assert names == {"study-budgets-text.png", "quality-text.png"}
 
 
 def test_unknown_blocks_and_missing_rows_are_named(tmp_path):
