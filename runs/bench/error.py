@@ -20,10 +20,10 @@ import torch
 import torch.nn.functional as F
 
 from gka import gaussian_attention, testing
-from gka.api import EPS
 from gka.dispatch import IMPLEMENTATIONS
 from gka.impl.cpu import build
 from gka.masking import Mask
+from gka.options import EPS
 from runs import pages
 from runs.frames import RESULTS
 from runs.table import Table, measured

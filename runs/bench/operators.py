@@ -16,9 +16,9 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend
 
 from gka import decode_attention, dot_product_attention, gaussian_attention, select_impl, testing
-from gka.api import EPS
 from gka.dispatch import IMPLEMENTATIONS
 from gka.masking import Mask
+from gka.options import EPS
 from nanochat_gka.model.blocks import Rotary
 from runs.bench import baselines
 

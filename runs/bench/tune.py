@@ -19,10 +19,10 @@ from typing import Annotated, Any, Literal
 import torch
 
 from gka import gaussian_attention, testing
-from gka.api import EPS
 from gka.impl.triton import configs
 from gka.impl.triton.configs import Config
 from gka.masking import Mask
+from gka.options import EPS
 from gka.testing import Problem
 from runs.bench.timing import Measurement, Plan, interleave
 from trainkit_gka.cli import Bounds, UserError, run
