@@ -24,7 +24,7 @@ from gka import bandwidth_warnings
 from nanochat_gka.core_metric.during_training import CoreMetric
 from nanochat_gka.core_metric.fetch import BundleFlags
 from nanochat_gka.core_metric.task_scorer import BATCH_TOKENS, TaskScorer
-from nanochat_gka.data.loader import EvalRows, PackedData, Stream, micro_batches, to_device
+from nanochat_gka.data.loader import EvalRows, PackedData, RowStream, micro_batches, to_device
 from nanochat_gka.data.tokenizer import FILE_NAME
 from nanochat_gka.generation.engine import Engine
 from nanochat_gka.generation.sampling import SAMPLE_PROMPTS, Sampling
@@ -155,7 +155,7 @@ class TrainConfig(OptimConfig, ModelFlags, BundleFlags, RunConfig):
 
 
 def accumulate_gradients(
-    model, stream: Stream, step: int, rows: int, batch_size: int, runtime: Runtime
+    model, stream: RowStream, step: int, rows: int, batch_size: int, runtime: Runtime
 ) -> torch.Tensor:
     """Run this rank's rows of `step` forward and backward. Returns its part of the step's mean loss, on the device."""
     tokens = rows * stream.rows.sequence_len
@@ -185,7 +185,7 @@ class Trainer(BaseTrainer):
                 f"--max-seq-len {config.max_seq_len} but {config.data} holds rows of {sequence_len} tokens; "
                 "pack again with --sequence-len"
             )
-        self.stream = Stream(self.data.split("train"), config.seed)
+        self.stream = RowStream(self.data.split("train"), config.seed)
         # Model
         automatic = "on" if runtime.device.type == "cuda" else compiling.OFF
         compiled = compiling.mode("--compile", config.compile, automatic, runtime) != compiling.OFF

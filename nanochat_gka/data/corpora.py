@@ -80,24 +80,15 @@ class ParquetCorpus:
                 yield from filter(None, batch)
 
     def remarks(self) -> list[str]:
-        """What a command that reads it says first: which files are not read, and what is held out, if it is much."""
-        unread = counted(self.unread())
-        return [f"{self.folder}: {words}" for words in (unread and f"not read: {unread}", self.held_out()) if words]
-
-    def held_out(self) -> str:
-        """In words, which file is held out if it is the last and much of the text; else empty."""
-        names = top_parquet(self.folder)
-        share = (self.folder / names[-1]).stat().st_size / sum((self.folder / name).stat().st_size for name in names)
-        much = share > MUCH_HELD_OUT and not named_splits(names)
-        return f"the last file is held out, {names[-1]}: {share:.0%} of the bytes" if much else ""
-
-    def unread(self) -> Counter[str]:
-        """How many other files the folder holds, by suffix; not hidden ones, nor those in a corpus that we made."""
-        if (self.folder / NOTE).exists():
-            return Counter()
-        read, within = set(self.paths()), len(self.folder.parts)
-        files = (path for path in self.folder.rglob("*") if path not in read and path.is_file())
-        return suffixes(path.name for path in files if not any(part[0] == "." for part in path.parts[within:]))
+        """Notes for the commands that read it: files that are not read, and how much is held out, if it is much."""
+        names, notes = top_parquet(self.folder), []
+        if ignored := len(names) - len(self.paths()):
+            notes.append(f"{self.folder}: {ignored} parquet files are in no split, by their names, and are not read")
+        sizes = [(self.folder / name).stat().st_size for name in names]
+        if not named_splits(names) and sizes[-1] > MUCH_HELD_OUT * sum(sizes):
+            share = f"{sizes[-1] / sum(sizes):.0%} of the bytes"
+            notes.append(f"{self.folder}: the last file is held out, {names[-1]}: {share}")
+        return notes
 
 
 def suffixes(names: Iterable[str]) -> Counter[str]:

@@ -251,7 +251,7 @@ class Rows:
         )
 
 
-class Stream:
+class RowStream:
     """The endless sequence of training rows: row number n is row permutation_e[n mod R] of epoch e = n // R."""
 
     def __init__(self, rows: Rows, seed: int):

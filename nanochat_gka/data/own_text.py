@@ -64,7 +64,7 @@ READMES = ("readme.md", "readme.txt")
 
 
 @dataclass
-class Source:
+class TextSource:
     """What to read of a file or folder.
 
     files: by path within `root`, in order. unread: the number of other files, by suffix. splits: the files of train and
@@ -84,7 +84,7 @@ def is_corpus(root: Path) -> bool:
     return len(names) > 1 and ((root / NOTE).exists() or all(map(SHARD.fullmatch, names)))
 
 
-def find(root: Path, out: Path) -> Source:
+def find(root: Path, out: Path) -> TextSource:
     """The files of `root`, a file or a folder. Links are followed, but no folder is entered twice.
 
     Raises UserError if there is nothing to read or `out` is inside `root`.
@@ -106,7 +106,7 @@ def find(root: Path, out: Path) -> Source:
     unread = suffixes(name for name in files if name not in chosen)
     if not chosen:
         raise UserError(f"{root} has no text to read ({counted(unread) or 'it is empty'}); what is read: {READ}")
-    return Source(root, {name: path for name, path in files.items() if name in chosen}, unread, splits, held_out)
+    return TextSource(root, {name: path for name, path in files.items() if name in chosen}, unread, splits, held_out)
 
 
 def _named_splits(root: Path, names: list[str]) -> dict[str, list[str]] | None:
@@ -151,7 +151,7 @@ def _kind(name: str) -> tuple[str, str | None]:
     return ("" if codec and kind == ".parquet" else kind), codec
 
 
-def write(source: Source, out: Path, column: str = COLUMN) -> None:
+def write(source: TextSource, out: Path, column: str = COLUMN) -> None:
     """Write `out`/train.parquet and `out`/val.parquet, unless they are there and no file has changed since.
 
     Raises UserError, in one line, for a file that is not what its name says or has no text in `column`, and if a split
@@ -173,7 +173,7 @@ def write(source: Source, out: Path, column: str = COLUMN) -> None:
     write_json(out / RECORD, {"rules": RULES, "column": column, "files": files})
 
 
-def _changes(source: Source, states: dict[str, tuple[int, int]], out: Path, column: str) -> str | None:
+def _changes(source: TextSource, states: dict[str, tuple[int, int]], out: Path, column: str) -> str | None:
     """What changed since `out` was written, None if it was not. A copy has another time, and the same content."""
     if not all((out / name).exists() for name in ("train.parquet", "val.parquet", RECORD)):
         return None
@@ -192,9 +192,9 @@ def _changes(source: Source, states: dict[str, tuple[int, int]], out: Path, colu
 class _Writer:
     """Reads the documents of a source and writes each to the file of its split."""
 
-    def __init__(self, source: Source, column: str, paths: dict[str, Path]):
+    def __init__(self, source: TextSource, column: str, paths: dict[str, Path]):
         self.source, self.column, self.paths = source, column, paths
-        self.empty: Counter[str] = Counter()  # documents of white space, by file
+        self.empty = 0  # documents of white space, which are left out
         self.textless: set[str] = set()  # files of JSON without the field, which are left out among other text
         self.may_skip = not source.splits and any(_kind(name)[0] != ".json" for name in source.files)
 
@@ -210,7 +210,7 @@ class _Writer:
             too_few = train.documents + val.documents < ONE_IN or not train.documents
             if too_few or val.chars < min(END_CHARS, chars // 10):
                 held_out = "the end of the text"
-                self.empty.clear()
+                self.empty = 0
                 written = self._deal(_cut_end(self._documents(self.source.files), chars))
         for name in SPLITS:
             if not written[name].documents:
@@ -226,9 +226,10 @@ class _Writer:
                 try:
                     for text in _documents(self.source.files[name], self.column):
                         begun = True
-                        self.empty[name] += not text.strip()
                         if text.strip():
                             yield text
+                        else:
+                            self.empty += 1
                 except _NoField:
                     if begun or not self.may_skip or _kind(name)[0] != ".json":
                         raise
@@ -253,7 +254,7 @@ class _Writer:
         kinds = Counter("".join(Path(name.lower()).suffixes[-2 if _kind(name)[1] else -1 :]) for name in read)
         share = written["val"].chars / sum(split.chars for split in written.values())
         how = f"{held_out}, {share:.0%} of the text" if share > MUCH_HELD_OUT and "last file" in held_out else held_out
-        empty = f"; {self.empty.total():,} empty documents left out" if self.empty.total() else ""
+        empty = f"; {self.empty:,} empty documents left out" if self.empty else ""
         print(f"from {counted(kinds)}; held out: {how}{empty}")
 
 

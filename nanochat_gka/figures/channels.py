@@ -5,14 +5,14 @@ from pathlib import Path
 
 import numpy as np
 
-from nanochat_gka.figures.maps import LayerMaps
+from nanochat_gka.figures.maps import LayerWeights
 from nanochat_gka.figures.panels import label_row, layer_panels
-from nanochat_gka.figures.subjects import Subject, caption
+from nanochat_gka.figures.subjects import TextSubject, caption
 from trainkit_gka.figures.sheet import name_above, save
 from trainkit_gka.plots import Figure, shades
 
 
-def draw_channels(subjects: Sequence[Subject], folder: Path) -> list[Figure]:
+def draw_channels(subjects: Sequence[TextSubject], folder: Path) -> list[Figure]:
     """Draw exp(a) of every channel: a panel for every layer that has them, a colour for every head.
 
     Of the models that have channel bandwidths.
@@ -46,17 +46,17 @@ def draw_channels(subjects: Sequence[Subject], folder: Path) -> list[Figure]:
     return [Figure(save(figure, folder / "channels.png"), title, words, table)]
 
 
-def layers_of(subject: Subject) -> list[int]:
+def layers_of(subject: TextSubject) -> list[int]:
     """The layers with channel bandwidths, from 0."""
     return [number for number, layer in enumerate(subject.layers) if layer.channel_scales is not None]
 
 
-def scales_of(layer: LayerMaps) -> np.ndarray:
+def scales_of(layer: LayerWeights) -> np.ndarray:
     """exp(a) by head, half and rotary frequency, the fastest first: (H, 2, D / 2)."""
     return layer.channel_scales.unflatten(-1, (2, -1)).numpy()
 
 
-def spread(subject: Subject) -> str:
+def spread(subject: TextSubject) -> str:
     """How far exp(a) went, and how many channels hardly count: a sentence."""
     scales = np.stack([scales_of(subject.layers[layer]) for layer in layers_of(subject)])
     range_ = f"exp(a) is {scales.min():.2g} to {scales.max():.2g}, its median {np.median(scales):.2g}"
@@ -76,7 +76,7 @@ def numbers(scales: np.ndarray) -> dict[str, float]:
     }
 
 
-def _draw_layer(axis, subject: Subject, number: int) -> None:
+def _draw_layer(axis, subject: TextSubject, number: int) -> None:
     layer = subject.layers[number]
     scales = scales_of(layer)
     frequencies = np.arange(1, scales.shape[-1] + 1)

@@ -7,21 +7,21 @@ import numpy as np
 from matplotlib.colors import Normalize
 from matplotlib.ticker import MaxNLocator
 
-from nanochat_gka.figures.subjects import Subject, caption
+from nanochat_gka.figures.subjects import TextSubject, caption
 from trainkit_gka.figures.charts import heat_map
 from trainkit_gka.figures.measures import by_head, median_distance
 from trainkit_gka.figures.sheet import name_above, save, sheet
 from trainkit_gka.plots import Figure
 
 
-def medians_and_sigmas(subject: Subject) -> tuple[np.ndarray, np.ndarray]:
+def medians_and_sigmas(subject: TextSubject) -> tuple[np.ndarray, np.ndarray]:
     """The median distance of two tokens' features, and σ, by layer and head, (L, H) each; NaN in layers without σ."""
     medians = [None if layer.sigma is None else median_distance(layer.features) for layer in subject.layers]
     sigmas = [layer.sigma for layer in subject.layers]
     return by_head(medians, subject.num_heads), by_head(sigmas, subject.num_heads)
 
 
-def draw_distances(subjects: Sequence[Subject], folder: Path) -> list[Figure]:
+def draw_distances(subjects: Sequence[TextSubject], folder: Path) -> list[Figure]:
     """Draw σ over the median distance as a table, and below it one against the other; models side by side.
 
     Of the models that have bandwidths.

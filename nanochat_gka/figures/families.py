@@ -8,11 +8,11 @@ from nanochat_gka.figures.distances import draw_distances
 from nanochat_gka.figures.heads import draw_heads
 from nanochat_gka.figures.matrices import draw_matrices
 from nanochat_gka.figures.rows import draw_rows
-from nanochat_gka.figures.subjects import Subject
+from nanochat_gka.figures.subjects import TextSubject
 from nanochat_gka.figures.training import draw_training
 from trainkit_gka.plots import Figure
 
-FAMILIES: dict[str, Callable[[Sequence[Subject], Path], list[Figure]]] = {
+FAMILIES: dict[str, Callable[[Sequence[TextSubject], Path], list[Figure]]] = {
     "rows": draw_rows,
     "matrices": draw_matrices,
     "heads": draw_heads,
@@ -22,7 +22,7 @@ FAMILIES: dict[str, Callable[[Sequence[Subject], Path], list[Figure]]] = {
 }
 
 
-def why_not(family: str, subjects: Sequence[Subject]) -> str:
+def why_not(family: str, subjects: Sequence[TextSubject]) -> str:
     """Why the family cannot be drawn of these models; empty if it can."""
     if family in ("sigma", "distances") and not any(subject.has_sigma for subject in subjects):
         return f"{subjects[0].model} has no layer with a bandwidth"

@@ -9,7 +9,7 @@ import torch
 from matplotlib.colors import Normalize
 
 from nanochat_gka.figures.measures import MEASURES, uniform
-from nanochat_gka.figures.subjects import Subject, caption
+from nanochat_gka.figures.subjects import TextSubject, caption
 from trainkit_gka.figures.charts import heat_map
 from trainkit_gka.figures.sheet import name_above, save, sheet
 from trainkit_gka.plots import Figure
@@ -17,14 +17,14 @@ from trainkit_gka.plots import Figure
 UNIFORM = "uniform"  # the name of the row below the heads
 
 
-def head_table(subject: Subject, measure) -> np.ndarray:
+def head_table(subject: TextSubject, measure) -> np.ndarray:
     """The measure of every layer and head, and last of a head that weights all it sees alike: (L, H + 1)."""
     return np.stack(
         [torch.cat([measure(layer.reads), measure(uniform(layer))[None]]).numpy() for layer in subject.layers]
     )
 
 
-def draw_heads(subjects: Sequence[Subject], folder: Path) -> list[Figure]:
+def draw_heads(subjects: Sequence[TextSubject], folder: Path) -> list[Figure]:
     """Draw a table for every measure, models side by side on one scale."""
     words = caption(
         subjects,

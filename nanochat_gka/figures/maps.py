@@ -17,7 +17,7 @@ TOLERANCE = 1e-3  # float32 outputs differ from float64 ones by 1e-6
 
 
 @dataclass(frozen=True)
-class LayerMaps:
+class LayerWeights:
     """What one attention layer did with a text of T tokens. All tensors are on the CPU; H heads of D channels.
 
     Query i sees the slots j with max(0, i - window) <= j <= i. Slot j of head h holds the key of token
@@ -67,7 +67,7 @@ def _tokens_of_slots(offsets: torch.Tensor, slots: int) -> torch.Tensor:
 
 
 @torch.inference_mode()
-def extract(model: GPT, ids: Sequence[int] | torch.Tensor) -> list[LayerMaps]:
+def extract(model: GPT, ids: Sequence[int] | torch.Tensor) -> list[LayerWeights]:
     """The maps of every layer, from one forward pass of a text's token ids, (T,).
 
     The model must compute in float32, as it does on a CPU. Raises UserError for a text that is empty or too long, and
@@ -96,7 +96,7 @@ def extract(model: GPT, ids: Sequence[int] | torch.Tensor) -> list[LayerMaps]:
     return [_maps(layer, *inputs[layer][:3], mixed[layer], outputs[layer]) for layer in model.attentions]
 
 
-def _maps(attention: Attention, x, value_embedding, rotary, mixed: torch.Tensor, output: torch.Tensor) -> LayerMaps:
+def _maps(attention: Attention, x, value_embedding, rotary, mixed: torch.Tensor, output: torch.Tensor) -> LayerWeights:
     """The maps of a layer from its arguments, what its heads mixed, (1, T, C), and its output, (1, T, C)."""
     has_sigma, none = attention.kind.has_bandwidth, [0] * attention.config.n_head
     logarithms = attention.channel_log_scales
@@ -114,7 +114,7 @@ def _maps(attention: Attention, x, value_embedding, rotary, mixed: torch.Tensor,
             f"the recomputed W of layer {attention.layer + 1} does not give the model's output (relative error "
             f"{error:.1e}): its attention is not one that these figures know"
         )
-    return LayerMaps(
+    return LayerWeights(
         kind=attention.kind.name,
         window=attention.window,
         weights=weights[0].float().cpu(),

@@ -10,7 +10,7 @@ from matplotlib.colors import LogNorm
 
 from nanochat_gka.figures.measures import previous_weight, self_weight
 from nanochat_gka.figures.rows import TOKENS
-from nanochat_gka.figures.subjects import Subject, caption
+from nanochat_gka.figures.subjects import TextSubject, caption
 from nanochat_gka.figures.words import FONT
 from trainkit_gka.figures.sheet import bare, coloured, label_layers, name_above, save, scale, sheet
 from trainkit_gka.plots import Figure
@@ -26,7 +26,7 @@ def scale_of(count: int) -> LogNorm:
     return LogNorm(10.0 ** math.floor(math.log10(0.1 / count)), 1.0, clip=True)
 
 
-def arrange(subjects: Sequence[Subject]) -> tuple[tuple[int, int], list[tuple[int, int]]]:
+def arrange(subjects: Sequence[TextSubject]) -> tuple[tuple[int, int], list[tuple[int, int]]]:
     """Rows and columns of the sheet, and of every model its first row and column.
 
     Models are side by side with an empty column between them, or, if they have many layers, below each other.
@@ -45,7 +45,7 @@ def matrix_picture(weights: torch.Tensor, norm) -> np.ndarray:
     return picture
 
 
-def draw_matrices(subjects: Sequence[Subject], folder: Path, tokens: int = TOKENS) -> list[Figure]:
+def draw_matrices(subjects: Sequence[TextSubject], folder: Path, tokens: int = TOKENS) -> list[Figure]:
     """Draw a contact sheet: layers across, heads down, the models side by side or below each other.
 
     tokens: how many of the text are drawn, -1 = all. No query sees what comes later, so these rows are whole.
@@ -82,7 +82,7 @@ def draw_matrices(subjects: Sequence[Subject], folder: Path, tokens: int = TOKEN
     return [Figure(save(figure, folder / "matrices.png"), title, words, table)]
 
 
-def _draw_subject(axes, subject: Subject, count: int, norm) -> list[dict]:
+def _draw_subject(axes, subject: TextSubject, count: int, norm) -> list[dict]:
     """A model's columns of the sheet: the first `count` tokens of every head. Returns what is written below."""
     label_layers(axes, subject)
     name_above(axes[0, 0], subject.model)

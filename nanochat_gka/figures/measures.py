@@ -1,13 +1,13 @@
 """Numbers that say in short what a head does with a text, as means over its queries.
 
 The first token sees itself alone, whatever the head: it is left out. Everything is (..., T, T) -> (...), of weights by
-the token whose value is mixed (`LayerMaps.reads`). T must be at least 2.
+the token whose value is mixed (`LayerWeights.reads`). T must be at least 2.
 """
 
 import torch
 
 from gka.masking import Mask
-from nanochat_gka.figures.maps import LayerMaps
+from nanochat_gka.figures.maps import LayerWeights
 from trainkit_gka.figures.measures import effective_tokens
 
 
@@ -47,7 +47,7 @@ MEASURES = {
 }
 
 
-def uniform(layer: LayerMaps) -> torch.Tensor:
+def uniform(layer: LayerWeights) -> torch.Tensor:
     """W of a head that weights all it sees alike, (T, T)."""
     count = layer.weights.shape[-1]
     visible = Mask(causal=True, window=layer.window).dense(count, count, torch.device("cpu")).float()

@@ -7,7 +7,7 @@ import numpy as np
 from matplotlib.collections import PolyCollection
 from matplotlib.colors import PowerNorm
 
-from nanochat_gka.figures.subjects import Subject, caption
+from nanochat_gka.figures.subjects import TextSubject, caption
 from nanochat_gka.figures.words import FONT, choose
 from trainkit_gka.figures.measures import effective_tokens
 from trainkit_gka.figures.sheet import bare, coloured, name_above, save, scale, sheet
@@ -25,7 +25,7 @@ STRONG = 0.15  # words on tokens of a larger weight are white
 
 
 def draw_rows(
-    subjects: Sequence[Subject],
+    subjects: Sequence[TextSubject],
     folder: Path,
     queries: Sequence[int] = (),
     layers: Sequence[int] = (),
@@ -88,12 +88,12 @@ def spread_layers(depth: int, lines_of_layer: int) -> list[int]:
     return sorted(set(np.linspace(depth - 1, 0, count).round().astype(int).tolist()))
 
 
-def _height(subject: Subject, chosen: Sequence[int], lines: int) -> float:
+def _height(subject: TextSubject, chosen: Sequence[int], lines: int) -> float:
     """Of a block, in lines: half a line follows every layer."""
     return sum(layer < len(subject.layers) for layer in chosen) * (lines * subject.num_heads + 0.5)
 
 
-def _draw_block(axis, subject: Subject, chosen: Sequence[int], words, places, query: int, norm) -> list[dict]:
+def _draw_block(axis, subject: TextSubject, chosen: Sequence[int], words, places, query: int, norm) -> list[dict]:
     """The row of one query in every head of the chosen layers of one model. Returns what it says in numbers."""
     lines, top, right, table = 1 + places[-1][0], 0.0, axis.get_xlim()[1] + 1, []
     font = dict(family=FONT, fontsize=FONT_SIZE, va="center", parse_math=False)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from gka import KINDS
-from nanochat_gka.figures.maps import LayerMaps, extract
+from nanochat_gka.figures.maps import LayerWeights, extract
 from nanochat_gka.figures.words import printable, shown
 from nanochat_gka.model.checkpoints import Loaded, load, run_folder
 from nanochat_gka.model.config import GPTConfig
@@ -22,7 +22,7 @@ OFFSETS = {"P": "before", "S": "after"}  # of the token whose value a head pairs
 
 
 @dataclass(frozen=True)
-class Evaluation:
+class SigmaRecord:
     """The bandwidths at one evaluation of a training run."""
 
     tokens: int  # trained on so far
@@ -30,7 +30,7 @@ class Evaluation:
 
 
 @dataclass(frozen=True)
-class Subject:
+class TextSubject:
     """One model's attention on one text."""
 
     model: str  # the name of its run, and of its folder of figures
@@ -38,8 +38,8 @@ class Subject:
     config: GPTConfig
     text: str
     words: list[str]  # every token as it is shown, T of them; the first one begins the document
-    layers: list[LayerMaps]
-    history: list[Evaluation]  # in order; empty without a log
+    layers: list[LayerWeights]
+    history: list[SigmaRecord]  # in order; empty without a log
 
     @property
     def num_heads(self) -> int:
@@ -53,7 +53,7 @@ class Subject:
     def has_channel_scales(self) -> bool:
         return any(layer.channel_scales is not None for layer in self.layers)
 
-    def head_names(self, layer: LayerMaps | None = None) -> list[str]:
+    def head_names(self, layer: LayerWeights | None = None) -> list[str]:
         """1, 2, ... with P or S for a head's offset in `layer`, or in any layer."""
         letters = [""] * self.num_heads
         for one in self.layers if layer is None else [layer]:
@@ -62,7 +62,7 @@ class Subject:
         return [f"{number} {letter}".strip() for number, letter in enumerate(letters, 1)]
 
 
-def caption(subjects: Sequence[Subject], *sentences: str, of_weights: bool = True) -> str:
+def caption(subjects: Sequence[TextSubject], *sentences: str, of_weights: bool = True) -> str:
     """The models, the text, the sentences, and the meaning of letters at heads, where there are any.
 
     of_weights: whether the picture is of what the tokens read.
@@ -74,7 +74,7 @@ def caption(subjects: Sequence[Subject], *sentences: str, of_weights: bool = Tru
     return " ".join(filter(None, [models, read, *sentences, _explain_offsets(subjects, of_weights)]))
 
 
-def _explain_offsets(subjects: Sequence[Subject], of_weights: bool) -> str:
+def _explain_offsets(subjects: Sequence[TextSubject], of_weights: bool) -> str:
     """A sentence about the letters at heads; empty without letters."""
     marks = {mark for subject in subjects for name in subject.head_names() for mark in name.split()[1:]}
     if not marks:
@@ -94,7 +94,7 @@ def form(config: GPTConfig) -> str:
     return ", ".join(words)
 
 
-def subjects_of(paths: Sequence[Path], text: str, step: int = -1) -> list[Subject]:
+def subjects_of(paths: Sequence[Path], text: str, step: int = -1) -> list[TextSubject]:
     """What the models of some runs do with a text. step: the checkpoint of the first, -1 = the newest.
 
     paths: run folders, checkpoint folders or exported models. Raises UserError for anything else, for tokenizers that
@@ -107,10 +107,10 @@ def subjects_of(paths: Sequence[Path], text: str, step: int = -1) -> list[Subjec
     return [_subject(path, model, text) for path, model in zip(paths, loaded)]
 
 
-def _subject(path: Path, loaded: Loaded, text: str) -> Subject:
+def _subject(path: Path, loaded: Loaded, text: str) -> TextSubject:
     ids, config = [loaded.tokenizer.bos_id, *loaded.tokenizer.encode(text)], loaded.model.config
     trained = f"{loaded.step:,} steps and {loaded.training['tokens']:,} tokens"
-    return Subject(
+    return TextSubject(
         model=loaded.name,
         about=f"{loaded.name} ({form(config)}; depth {config.n_layer}), weights after {trained}",
         config=config,
@@ -121,7 +121,7 @@ def _subject(path: Path, loaded: Loaded, text: str) -> Subject:
     )
 
 
-def read_history(log: Path, config: GPTConfig) -> list[Evaluation]:
+def read_history(log: Path, config: GPTConfig) -> list[SigmaRecord]:
     """The bandwidths at the evaluations in a run's log, in order; lines of other programs and shapes are left out."""
     wanted = [number for number in range(config.n_layer) if KINDS[config.layer_attention(number)].has_bandwidth]
     history = {}
@@ -129,5 +129,5 @@ def read_history(log: Path, config: GPTConfig) -> list[Evaluation]:
         named = event["sigma"] if isinstance(event["sigma"], dict) else {}
         sigma = {number: named.get(f"layer_{number}") for number in wanted}
         if sigma and all(isinstance(values, list) and len(values) == config.n_head for values in sigma.values()):
-            history[event["tokens"]] = Evaluation(event["tokens"], sigma)
+            history[event["tokens"]] = SigmaRecord(event["tokens"], sigma)
     return [history[tokens] for tokens in sorted(history)]

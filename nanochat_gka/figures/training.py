@@ -6,12 +6,12 @@ from pathlib import Path
 import numpy as np
 
 from nanochat_gka.figures.panels import label_row, layer_panels
-from nanochat_gka.figures.subjects import Subject, form
+from nanochat_gka.figures.subjects import TextSubject, form
 from trainkit_gka.figures.sheet import name_above, save
 from trainkit_gka.plots import Figure, shades
 
 
-def draw_training(subjects: Sequence[Subject], folder: Path) -> list[Figure]:
+def draw_training(subjects: Sequence[TextSubject], folder: Path) -> list[Figure]:
     """Draw σ over training: a panel for every layer with a bandwidth, a line for every head, its start dashed.
 
     Of the models that have a log of bandwidths. Those of one shape, such as seeds, are one line, their mean, in a band
@@ -46,25 +46,25 @@ def draw_training(subjects: Sequence[Subject], folder: Path) -> list[Figure]:
     return [Figure(save(figure, folder / "sigma.png"), title, words, table)]
 
 
-def same_shape(subjects: Sequence[Subject]) -> list[list[Subject]]:
+def same_shape(subjects: Sequence[TextSubject]) -> list[list[TextSubject]]:
     """Models of one shape that were evaluated at the same steps together, in the order of the first of each."""
-    groups: dict[object, list[Subject]] = {}
+    groups: dict[object, list[TextSubject]] = {}
     for subject in subjects:
         groups.setdefault((subject.config, tuple(e.tokens for e in subject.history)), []).append(subject)
     return list(groups.values())
 
 
-def layers_of(subject: Subject) -> list[int]:
+def layers_of(subject: TextSubject) -> list[int]:
     """The layers with a bandwidth, from 0."""
     return [number for number, layer in enumerate(subject.layers) if layer.sigma is not None]
 
 
-def bandwidths(group: Sequence[Subject], layer: int) -> np.ndarray:
+def bandwidths(group: Sequence[TextSubject], layer: int) -> np.ndarray:
     """σ of a layer in every run of a group, at every evaluation, of every head: (runs, E, H)."""
     return np.array([[evaluation.sigma[layer] for evaluation in subject.history] for subject in group])
 
 
-def growth(group: Sequence[Subject]) -> str:
+def growth(group: Sequence[TextSubject]) -> str:
     """How far σ² went, and whether it still moves: a sentence."""
     squares = np.stack([bandwidths(group, layer) for layer in layers_of(group[0])]) ** 2  # (L, runs, E, H)
     start = group[0].layers[layers_of(group[0])[0]].initial_sigma ** 2
@@ -77,7 +77,7 @@ def growth(group: Sequence[Subject]) -> str:
     return words + "."
 
 
-def _draw_row(panels: Sequence[tuple], group: Sequence[Subject]) -> None:
+def _draw_row(panels: Sequence[tuple], group: Sequence[TextSubject]) -> None:
     """The panels of some layers of the runs of one shape."""
     tokens = np.array([evaluation.tokens for evaluation in group[0].history]) / 1e6
     for axis, layer in panels:

@@ -20,7 +20,7 @@ from trainkit_gka.cli import UserError, check_bounds
 
 
 @dataclass(frozen=True)
-class Piece:
+class TextPiece:
     """What one token adds to one continuation.
 
     `text` may be empty: half a character, and what may become a stop text, is held back.
@@ -41,7 +41,7 @@ class Continuation:
         self.decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self.last, self.held, self.finished = -1, "", False
 
-    def add(self, token: int, text: bytes | None) -> Piece:
+    def add(self, token: int, text: bytes | None) -> TextPiece:
         """Take the next token and its bytes; None in place of bytes ends the text."""
         self.last, self.room = token, self.room - 1
         is_last = text is None or self.room == 0
@@ -53,7 +53,7 @@ class Continuation:
         else:
             ready = len(self.held) if is_last else len(self.held) - self._undecided()
         shown, self.held = self.held[:ready], self.held[ready:]
-        return Piece(self.prompt, self.sample, token, shown, self.finished)
+        return TextPiece(self.prompt, self.sample, token, shown, self.finished)
 
     def _undecided(self) -> int:
         """Number of characters at the end that may be the beginning of a stop text."""
@@ -86,7 +86,7 @@ class Engine:
         return texts
 
     @torch.inference_mode()
-    def stream(self, prompts: Sequence[str], sampling: Sampling, stop: Sequence[str] = ()) -> Iterator[Piece]:
+    def stream(self, prompts: Sequence[str], sampling: Sampling, stop: Sequence[str] = ()) -> Iterator[TextPiece]:
         """The same token by token, as they come, continuations interleaved.
 
         A continuation ends with a special token (such as the end of a document), before the first text of `stop`, after
@@ -154,6 +154,6 @@ class Engine:
         cache = self._new_cache(1, len(ids))
         return cache, self.model(torch.tensor([ids], device=self.model.device), context=cache)[:, -1]
 
-    def _extend(self, row: Continuation, token: int) -> Piece:
+    def _extend(self, row: Continuation, token: int) -> TextPiece:
         special = token >= self.tokenizer.bos_id
         return row.add(token, None if special else self.tokenizer.encoding.decode_single_token_bytes(token))

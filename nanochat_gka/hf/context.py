@@ -14,7 +14,7 @@ from nanochat_gka.model.context import Context, Tensors, map_distinct
 LAYERS = (DynamicLayer, StaticLayer)  # these and no subclass: others cut, quantise or compress what they are given
 
 
-class Batch(Context):
+class PaddedBatch(Context):
     """The context of `model(ids, context=batch)`, ids (B, T), for one pass.
 
     cache: a transformers cache that holds the past, or None. mask: (B, n), 0 for padding; None without. positions:

@@ -7,7 +7,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.utils import can_return_tuple
 
 from nanochat_gka.hf.config import GKAConfig
-from nanochat_gka.hf.context import Batch
+from nanochat_gka.hf.context import PaddedBatch
 from nanochat_gka.model.blocks import Rotary
 from nanochat_gka.model.gpt import GPT
 
@@ -97,7 +97,7 @@ class GKAForCausalLM(PreTrainedModel, GenerationMixin):
         if use_cache and cache is None:
             cache = DynamicCache(config=self.config)
         keep = logits_to_keep if isinstance(logits_to_keep, int) else 0
-        logits = self.gpt(input_ids, context=Batch(cache, attention_mask, position_ids, keep))
+        logits = self.gpt(input_ids, context=PaddedBatch(cache, attention_mask, position_ids, keep))
         if not isinstance(logits_to_keep, int):
             logits = logits[:, logits_to_keep]
         loss = None

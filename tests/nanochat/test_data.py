@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 import golden
 import tiny
 from nanochat_gka import pack
-from nanochat_gka.data.loader import PackedData, Stream, micro_batches
+from nanochat_gka.data.loader import PackedData, RowStream, micro_batches
 from nanochat_gka.data.tokenizer import Tokenizer
 from nanochat_gka.model.config import GPTConfig
 from nanochat_gka.model.gpt import build
@@ -99,10 +99,10 @@ def test_rows_of_several_shards_follow_each_other_and_targets_are_shifted_by_one
 
 def test_every_row_once_an_epoch_in_a_new_order(data):
     rows = data.split("train")
-    epochs = [[Stream(rows, seed=3).locate(n) for n in range(e * len(rows), (e + 1) * len(rows))] for e in range(3)]
+    epochs = [[RowStream(rows, seed=3).locate(n) for n in range(e * len(rows), (e + 1) * len(rows))] for e in range(3)]
     assert all(Counter(order) == Counter(range(len(rows))) for order in epochs)
     assert epochs[0] != epochs[1] != epochs[2] != epochs[0] != sorted(epochs[0])
-    other = Stream(rows, seed=4)
+    other = RowStream(rows, seed=4)
     assert [other.locate(n) for n in range(len(rows))] != epochs[0]
 
 

@@ -10,7 +10,7 @@ import torch
 import tiny
 from nanochat_gka.generation.engine import Continuation, Engine
 from nanochat_gka.generation.sampling import Sampling, pick, truncate
-from tiny_gpt import SHAPE, VARIANTS, awake, greedy
+from tiny_gpt import SHAPE, VARIANTS, awake
 
 
 @pytest.fixture(scope="module")
@@ -42,15 +42,6 @@ def test_prompts_and_samples_are_independent(variant, tokenizer):
     assert len({len(text) for texts in want for text in texts}) > 3
     for max_rows, keep_keys in ((1, False), (3, model.derives_keys), (3, False), (32, False)):
         assert Engine(model, tokenizer, max_rows, keep_keys).complete(prompts, sampling) == want
-
-
-def test_greedy_is_repeated_argmax(model, tokenizer):
-    ids = [tokenizer.bos_id, *tokenizer.encode("the kernel")]
-    want = tokenizer.decode(greedy(model, ids, 20, tokenizer.bos_id))
-    engine = Engine(model, tokenizer)
-    assert engine.complete(["the kernel"], Sampling(max_tokens=20, temperature=0)) == [[want]]
-    assert engine.complete(["the kernel"], Sampling(max_tokens=20, top_k=1, seed=9)) == [[want]]
-    assert engine.complete(["the kernel"], Sampling(max_tokens=20, top_p=1e-9, top_k=0, seed=9)) == [[want]]
 
 
 def test_generation_ends_where_the_positions_end(model, tokenizer):

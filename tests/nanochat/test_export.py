@@ -63,14 +63,6 @@ def test_an_export_does_not_replace_another_model(trained, packed, tokenizer, tm
     assert "holds another model" in capsys.readouterr().err and load(of_other).name == "other"
 
 
-def test_the_cards_code_runs(trained, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    exported(trained, tmp_path / "out")
-    code = (tmp_path / "out/README.md").read_text().split("```python")[1].split("```")[0]
-    exec(compile(code, "card", "exec"), {})
-    assert capsys.readouterr().out.strip()
-
-
 NOT_OURS = "not of a model that this project exported"
 CONFIGS = {
     "name": ({"name": 1}, NOT_OURS),

@@ -10,7 +10,7 @@ from gka import gaussian_weights
 from nanochat_gka.figures import measures
 from nanochat_gka.figures.distances import medians_and_sigmas
 from nanochat_gka.figures.maps import extract
-from nanochat_gka.figures.subjects import Subject
+from nanochat_gka.figures.subjects import TextSubject
 from nanochat_gka.figures.words import choose, find
 from tiny import one_line_error
 from tiny_gpt import SHAPE, VARIANTS, awake
@@ -102,7 +102,7 @@ def test_measures_against_values_by_hand(measure, expected):
 def subject_of(**form):
     model = tiny_model(**form)
     words = [f"word{number}" for number in range(TOKENS)]
-    return Subject("tiny", "tiny", model.config, "words", words, extract(model, IDS), [])
+    return TextSubject("tiny", "tiny", model.config, "words", words, extract(model, IDS), [])
 
 
 def test_bandwidths_are_compared_with_the_features_distances():

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import gpt_checks
-from nanochat_gka.data.loader import PackedData, Stream
+from nanochat_gka.data.loader import PackedData, RowStream
 from nanochat_gka.model.config import GPTConfig
 from nanochat_gka.model.gpt import build
 from nanochat_gka.train import accumulate_gradients
@@ -79,7 +79,7 @@ def test_rows_are_halved_until_they_fit_every_rank():
 def model_and_stream(packed):
     data = PackedData(packed / "packed")
     fields = dict(sequence_len=data.sequence_len, vocab_size=data.tokenizer.vocab_size, attention="GA")
-    return awake(shape(**fields)), Stream(data.split("train"), 42)
+    return awake(shape(**fields)), RowStream(data.split("train"), 42)
 
 
 def test_a_dry_step_holds_and_compiles_what_a_step_does(model_and_stream):

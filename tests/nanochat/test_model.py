@@ -120,12 +120,6 @@ def test_controls_have_the_same_offsets(kind, pattern):
     assert [attn.pairing is not None for attn in meta_model(gka_alone).attentions] == [True, False, True, False]
 
 
-def test_value_embeddings_in_every_layer():
-    for value_embeds, layers in (("auto", "13"), ("all", "13"), ("every-layer", "0123")):
-        model = meta_model(dataclasses.replace(SHAPE, value_embeds=value_embeds))
-        assert "".join(sorted(model.value_embeds)) == layers
-
-
 @pytest.mark.parametrize("attention, values", [("gka", "normalised"), ("softmax", "rotated")])
 def test_a_saved_shape_keeps_its_form(attention, values):
     """Softmax models, of which values say nothing, were saved with a value of it."""
