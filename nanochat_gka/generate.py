@@ -87,9 +87,9 @@ def write_stream(engine: Engine, prompt: str, config: GenerateConfig) -> int:
     """Write a prompt and each of its continuations as they come. Returns the number of tokens generated."""
     count, begins = 0, True
     for piece in engine.stream([prompt], config, config.stop):
-        sys.stdout.write((prompt if begins else "") + piece.text + ("\n" if piece.finished else ""))
+        sys.stdout.write((prompt if begins else "") + piece.text + ("\n" if piece.is_done else ""))
         sys.stdout.flush()
-        begins, count = piece.finished, count + 1
+        begins, count = piece.is_done, count + 1
     return count
 
 
@@ -125,7 +125,7 @@ def write_all(engine: Engine, prompts: list[str], config: GenerateConfig) -> int
         for piece in engine.stream(prompts, config, config.stop):
             count += 1
             texts[piece.prompt][piece.sample] += piece.text
-            if not piece.finished:
+            if not piece.is_done:
                 continue
             bar.advance(task)
             remaining[piece.prompt] -= 1

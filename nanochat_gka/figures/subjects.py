@@ -11,7 +11,7 @@ from pathlib import Path
 
 from gka import KINDS
 from nanochat_gka.figures.maps import LayerWeights, extract
-from nanochat_gka.figures.words import printable, shown
+from nanochat_gka.figures.words import printable, token_text
 from nanochat_gka.model.checkpoints import Loaded, load, run_folder
 from nanochat_gka.model.config import GPTConfig
 from trainkit_gka.cli import UserError
@@ -115,7 +115,7 @@ def _subject(path: Path, loaded: Loaded, text: str) -> TextSubject:
         about=f"{loaded.name} ({form(config)}; depth {config.n_layer}), weights after {trained}",
         config=config,
         text=text,
-        words=[shown(loaded.tokenizer, token) for token in ids],
+        words=[token_text(loaded.tokenizer, token) for token in ids],
         layers=extract(loaded.model, ids),
         history=read_history(run_folder(path) / "log.jsonl", config),
     )

@@ -12,7 +12,7 @@ LONGEST_WORD = 16  # characters of a token that are shown
 SHOWN_AS = {"\n": "↵", "\r": "↵", "\t": "→"}
 
 
-def shown(tokenizer: Tokenizer, token: int) -> str:
+def token_text(tokenizer: Tokenizer, token: int) -> str:
     """A token as it is printed: line breaks and tabs as arrows, other bytes as \\x.., glyphs the font lacks as ▯."""
     text = printable(tokenizer.encoding.decode_single_token_bytes(token).decode(errors="backslashreplace"))
     return text if len(text) <= LONGEST_WORD else text[: LONGEST_WORD - 1] + "…"

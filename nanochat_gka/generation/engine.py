@@ -30,7 +30,7 @@ class TextPiece:
     sample: int
     token: int
     text: str
-    finished: bool
+    is_done: bool
 
 
 class Continuation:
@@ -39,7 +39,7 @@ class Continuation:
     def __init__(self, prompt: int, sample: int, draws: random.Random, room: int, stop_texts: Sequence[str]):
         self.prompt, self.sample, self.draws, self.room, self.stop_texts = prompt, sample, draws, room, stop_texts
         self.decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
-        self.last, self.held, self.finished = -1, "", False
+        self.last, self.held, self.is_done = -1, "", False
 
     def add(self, token: int, text: bytes | None) -> TextPiece:
         """Take the next token and its bytes; None in place of bytes ends the text."""
@@ -47,13 +47,13 @@ class Continuation:
         is_last = text is None or self.room == 0
         self.held += self.decoder.decode(text or b"", final=is_last)
         stops = [place for stop in self.stop_texts if (place := self.held.find(stop)) >= 0]
-        self.finished = is_last or bool(stops)
+        self.is_done = is_last or bool(stops)
         if stops:
             ready = min(stops)
         else:
             ready = len(self.held) if is_last else len(self.held) - self._undecided()
-        shown, self.held = self.held[:ready], self.held[ready:]
-        return TextPiece(self.prompt, self.sample, token, shown, self.finished)
+        released, self.held = self.held[:ready], self.held[ready:]
+        return TextPiece(self.prompt, self.sample, token, released, self.is_done)
 
     def _undecided(self) -> int:
         """Number of characters at the end that may be the beginning of a stop text."""
@@ -112,7 +112,7 @@ class Engine:
                 room = min(sampling.max_tokens, self.model.rotary.length - len(starts[prompt]))
                 row = Continuation(prompt, sample, sampling.draws(prompts[prompt], sample), room, stop)
                 yield self._extend(row, pick(ready[1], [row.draws], sampling)[0])
-                if not row.finished:
+                if not row.is_done:
                     rows.append(row)
                     cache.take(ready[0])
             if not rows:
@@ -122,7 +122,7 @@ class Engine:
             for row, token in zip(rows, tokens):
                 yield self._extend(row, token)
             for place in reversed(range(len(rows))):
-                if rows[place].finished:
+                if rows[place].is_done:
                     cache.drop(place)
                     rows[place] = rows[-1]
                     rows.pop()

@@ -63,7 +63,7 @@ def feed(stop, *pieces):
     texts = []
     for piece in pieces:
         texts.append(row.add(0, piece).text)
-        if row.finished:
+        if row.is_done:
             break
     return texts, row
 
@@ -77,7 +77,7 @@ def test_half_characters_wait_for_their_other_half():
 
 def test_stop_text_across_tokens_ends_the_text():
     texts, row = feed(["\n\nQ:"], b"one\n", b"\n", b"two\n", b"\nQ", b": three")
-    assert texts == ["one", "", "\n\ntwo", "", ""] and row.finished
+    assert texts == ["one", "", "\n\ntwo", "", ""] and row.is_done
     assert "".join(feed(["stop"], b"a st", b"o", b"ne", None)[0]) == "a stone"
     assert feed(["b", "abc"], b"xabcy")[0] == ["x"]  # the one that begins first
     assert feed(["end"], b"the e", b"n", None)[0] == ["the ", "", "en"]  # the text ended before the stop text did
