@@ -16,8 +16,9 @@ from typing import Literal
 
 from runs.demo import language, vision
 from runs.demo.jobs import Job, run_side_by_side
+from runs.demo.length import choose_length
 from trainkit_gka import cli
-from trainkit_gka.cli import Count
+from trainkit_gka.cli import Count, CountOrAutomatic
 from trainkit_gka.progress import console
 from trainkit_gka.results import read_results
 from trainkit_gka.workers import cores
@@ -30,14 +31,14 @@ class DemoConfig:
 
     out: Path = Path("out/demo")
     """Folder for everything the demo makes; delete it to start over."""
-    steps: Count = language.STEPS
-    """Training steps of 2,048 tokens for each language model."""
+    steps: CountOrAutomatic = -1
+    """Training steps of 2,048 tokens for each language model; -1 = 400, or what takes about five minutes here."""
     depth: Count = language.DEPTH
     """Layers of the language models; the width follows."""
     ranks: Count = 1
     """Processes for each language model."""
-    epochs: Count = 50
-    """Epochs for each vision model."""
+    epochs: CountOrAutomatic = -1
+    """Epochs for each vision model; -1 = 50, or what takes about five minutes here."""
     parts: list[Literal["language", "vision"]] = field(default_factory=lambda: ["language", "vision"])
     """Which halves to run."""
     wandb: Literal["disabled", "offline", "online"] = "disabled"
@@ -50,18 +51,19 @@ class DemoConfig:
 def run_all(config: DemoConfig) -> list[Path]:
     """Prepare, train, sample, show; what exists already is reused. Returns the pictures."""
     out, texts, digits = config.out, {}, {}
+    at_once = max(1, cores() // config.ranks)
     if "language" in config.parts:
-        texts = language.train_jobs(out, config.depth, config.steps, config.ranks, config.wandb)
-    if "vision" in config.parts:
-        digits = vision.train_jobs(out, config.epochs, config.wandb)
-    training = [*texts.values(), *(job for jobs in digits.values() for job in jobs)]
-    untrained = [job for job in training if not job.finish()]
-    if texts:
         announce("documents, tokenizer and rows")
         language.prepare(out)
+    steps, epochs = lengths(config, at_once)
+    if "language" in config.parts:
+        texts = language.train_jobs(out, config.depth, steps, config.ranks, config.wandb)
+    if "vision" in config.parts:
+        digits = vision.train_jobs(out, epochs, config.wandb)
+    training = [*texts.values(), *(job for jobs in digits.values() for job in jobs)]
+    untrained = [job for job in training if not job.finish()]
     if len(untrained) < len(training):
         console.print(f"\n{len(training) - len(untrained)} of {len(training)} models are trained already")
-    at_once = max(1, cores() // config.ranks)
     for stage, jobs in (("training", untrained), ("text from the language models", language.sample_jobs(texts))):
         if jobs:
             announce(stage)
@@ -77,6 +79,17 @@ def run_all(config: DemoConfig) -> list[Path]:
         seeds = [(label, job) for label, jobs in digits.items() for job in jobs]
         write_results(seeds, out / "train_deit.jsonl", config.results / "demo_vision.jsonl")
     return pictures
+
+
+def lengths(config: DemoConfig, at_once: int) -> tuple[int, int]:
+    """Steps of the language models and epochs of the vision models: the flags', else what this machine can do."""
+    if "language" not in config.parts:
+        return language.STEPS, vision.EPOCHS if config.epochs < 0 else config.epochs
+    if config.steps > 0 and (config.epochs > 0 or "vision" not in config.parts):
+        return config.steps, config.epochs
+    announce("timing of a few steps")
+    chosen = choose_length(config.out, config.depth, config.ranks, at_once, config.parts)
+    return chosen.steps if config.steps < 0 else config.steps, chosen.epochs if config.epochs < 0 else config.epochs
 
 
 def announce(stage: str) -> None:

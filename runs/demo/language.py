@@ -3,6 +3,7 @@
 Every step is the command that a full run would take: corpus, tokenizer, pack, train, evaluate.
 """
 
+import itertools
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,14 +14,14 @@ from runs.demo import pictures, report
 from runs.demo.jobs import START_SECONDS, Job, run
 from trainkit_gka.results import read_results
 
-VOCAB, SEQUENCE_LEN = 2048, 256
+VOCAB, SEQUENCE_LEN, STEP_TOKENS = 2048, 256, 2048
 DEPTH, STEPS = 4, 400
 # nanochat's rule would shrink the rates 16-fold at this batch. These undo that, times the 2 at which the softmax
 # baseline is best (runs/log/2026-11-21-learning-rates-of-the-demo.md).
 TRAIN_FLAGS = {
     "aspect-ratio": 32,
     "head-dim": 32,
-    "total-batch-size": 2048,
+    "total-batch-size": STEP_TOKENS,
     "device-batch-size": 8,
     "matrix-lr": 0.64,
     "embedding-lr": 9.6,
@@ -100,6 +101,24 @@ def train_jobs(out: Path, depth: int, steps: int, ranks: int, wandb: str) -> dic
             finish_keys=Trainer.FINISH_KEYS,
         )
     return jobs
+
+
+def timing_jobs(out: Path, folder: Path, depth: int, steps: int, ranks: int, count: int) -> list[Job]:
+    """The commands that train `count` models for some steps, to see how long a step takes with all of them at work."""
+    places = ["--data", out / "packed", "--out", folder, "--results", folder / "timed.jsonl"]
+    shape = ["--depth", depth, "--num-iterations", steps]
+    flags = words({**TRAIN_FLAGS, "eval-tokens": STEP_TOKENS, "log-every": steps})
+    return [
+        Job(
+            name=f"timing {number}",
+            module="nanochat_gka.train",
+            flags=[*places, "--model-tag", f"timing-{number}", *shape, *variant.flags, *flags],
+            folder=folder / f"timing-{number}",
+            steps=steps,
+            ranks=ranks,
+        )
+        for number, variant in zip(range(count), itertools.cycle(VARIANTS.values()))
+    ]
 
 
 def sample_jobs(trained: dict[str, Job]) -> list[Job]:

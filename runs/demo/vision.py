@@ -25,6 +25,7 @@ SEEDS = (0, 1)
 EXPECTED_TOP1 = 95.0
 WARMUP_EPOCHS = 5
 IMAGE_SIZE, BATCH_SIZE = 16, 32
+EPOCHS, MODELS = 50, len(SEEDS) * len(KINDS)
 SECONDS_PER_EPOCH = 0.9  # on one core of two; it starts the estimate of what is left
 HEADINGS = ["parameters", "FLOPs/image", "top-1 %", "EMA top-1 %", "train img/s"]
 # Tiny models on tiny images need none of the recipe's augmentation; the rate is 1e-3 at this batch

@@ -4,13 +4,15 @@ import signal
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
 import tyro
 
 from nanochat_gka.model.config import ModelFlags
-from runs.demo import language
+from runs.demo import language, length, vision
+from runs.demo.__main__ import DemoConfig, lengths
 from runs.demo.jobs import Job, run_side_by_side
 from sources import ROOT
 from trainkit_gka.results import append_result
@@ -86,3 +88,19 @@ def test_the_papers_form_is_trained_beside_ours():
     assert (forms["gka-paper"].gka_values, forms["gka-paper"].head_offsets) == ("rotated", "")
     assert (forms["gka-offsets"].gka_values, forms["gka-offsets"].head_offsets) == ("normalised", "PS")
     assert language.run_tag("gka-paper") == "d4-gka-paper-400" and "gka" not in language.VARIANTS
+
+
+@pytest.mark.parametrize("slower, steps, epochs", [(0.5, 400, 50), (1, 280, 35), (2, 100, 15), (50, 40, 5)])
+def test_a_slow_machine_gets_fewer_steps_and_keeps_them(tmp_path, monkeypatch, slower, steps, epochs):
+    """At the speed of the constants, all 400 steps and 50 epochs take 309 s of two cores, the rest 82 s."""
+    pace = {"tokens_per_second": language.STEP_TOKENS / (language.SECONDS_PER_STEP * slower)}
+    timed = [SimpleNamespace(finish=lambda: pace)]
+    monkeypatch.setattr(language, "timing_jobs", lambda *_: timed)
+    monkeypatch.setattr(length, "run_side_by_side", lambda jobs, at_once: (tmp_path / "timing").mkdir())
+    monkeypatch.setattr(vision, "MODELS", 6)
+    chosen = length.choose_length(tmp_path, language.DEPTH, 1, 2, ["language", "vision"])
+    assert chosen == length.Length(steps, epochs)
+    monkeypatch.setattr(language, "timing_jobs", lambda *_: pytest.fail("timed again"))
+    assert length.choose_length(tmp_path, language.DEPTH, 1, 2, ["language", "vision"]) == chosen
+    fixed = DemoConfig(out=tmp_path, steps=30, epochs=2)
+    assert lengths(fixed, 2) == (30, 2)
