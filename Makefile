@@ -123,7 +123,7 @@ setup: $(ENV)  ## create .venv; the other targets do it by themselves
 clean:  ## delete .venv and caches
 	rm -rf .venv *.egg-info .pytest_cache .ruff_cache .hypothesis
 
-demo: $(ENV)  ## train small models, GKA beside softmax, in minutes on a CPU
+demo: $(ENV)  ## train small models, GKA beside softmax, in about 5 minutes on a CPU
 	$(PY) -m runs.demo --out '$(BASE)/demo' $(if $(filter NGPU,$(CHOSEN)),--ranks $(RANKS)) \
 	  $(if $(filter DEPTH,$(CHOSEN)),--depth $(DEPTH)) --wandb $(WANDB_MODE) $(FLAGS)
 

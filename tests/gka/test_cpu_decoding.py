@@ -10,7 +10,7 @@ from gka.testing import make_features, make_log_sigma
 from operator_cases import FUSED
 
 needs_kernel = pytest.mark.skipif(build.obstacle() is not None, reason=str(build.obstacle()))
-FLOAT32, BFLOAT16 = 2e-6, 5e-3  # y relative to the largest: a few roundings; that of y to bfloat16
+FLOAT32, BFLOAT16 = 3e-6, 5e-3  # y relative to the largest: a few roundings; that of y to bfloat16
 
 
 def draw(num_queries, num_keys, heads=2, head_dim=16, batch=2, dtype=torch.float32):
