@@ -12,11 +12,9 @@ as often as too wide. With fewer than LEAST_FREEDOM degrees of freedom there is 
 """
 
 import math
-import re
-import sys
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
-from functools import cache
+from dataclasses import dataclass
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -24,13 +22,14 @@ import numpy as np
 import pandas as pd
 from scipy import stats
 
+from runs import pages
 from runs.frames import RESULTS, frame, records
+from runs.looks import Look, legend, panels, save
 from runs.study.train import (
     BUDGETS,
     CONTROL,
     FORMS,
     HALF_VE,
-    LONG,
     PAPER,
     PLACES,
     PRESET,
@@ -38,26 +37,21 @@ from runs.study.train import (
     RIVAL,
     fits,
 )
+from runs.table import NOT_RUN, Table
 from trainkit_gka.cli import UserError, run
-from trainkit_gka.plots import BLACK, BLUE, GREEN, GREY, ORANGE, PURPLE, SKY, VERMILION, subplots
+from trainkit_gka.plots import BLACK, BLUE, GREEN, ORANGE, SKY, VERMILION
 from trainkit_gka.progress import console, read_lines
 
-ROOT = Path(__file__).resolve().parents[2]
 PAGES = ("README.md", "runs/study/README.md", "runs/study/TABLES.md")
-BLOCK = re.compile(r"<!-- study:(\S+) -->\n(?:.*?\n)??<!-- /study -->", re.DOTALL)
-NOT_RUN = "not run"
 TOKENS, FLOPS, TIME = AXES = ("equal tokens", "equal FLOPs", "equal time")
 LEAST_FREEDOM = 4  # of an interval: five seeds, or three seeds at two places
 Place = tuple[int, int]  # layers, training tokens
 Speeds = dict[int, dict[str, float]]  # layers -> form -> tokens/s of a training step
 
-SMALLEST, DEEPER, LONGEST = (2, 2**20), (4, 2**20), (4, 2**22)
+SMALLEST, LONGEST = (2, 2**20), (4, 2**22)
 COMMON = [place for place in PLACES if place[1] == 2**20]
 SCALED = (*REPEATED[:4], "VLT + offsets", "softmax without VE", "GGGA + offsets", "GGGGGA + offsets")
-LONGER = ("softmax", PAPER, "GKA unrotated", "GKA + offsets", "no attention", "causal mean", "previous token")
 AT_SMALLEST = [form for form in list(FORMS)[: list(FORMS).index(RIVAL) + 1] if fits(form, 2)]
-LEARNED = ("channels + gates", "channels", "gates")
-LEARNERS = (HALF_VE, CONTROL, "GGGA + offsets", "GKA + offsets", "VLT + offsets", "GKA unrotated", PAPER)
 CONTENDERS = (PRESET, RIVAL, "GGGA + offsets + channels + gates", f"{HALF_VE} + channels")
 WHEN = {  # to take a form
     "softmax": "the paper's baseline",
@@ -250,23 +244,6 @@ def rate_of(cell: pd.DataFrame) -> str:
 # Tables
 
 
-@dataclass
-class Table:
-    """Cells of text, whose first `words` columns are words and the others numbers."""
-
-    headings: list[str]
-    rows: list[list[str]]
-    words: int = 1
-    title: str = ""
-    notes: list[str] = field(default_factory=list)
-
-    def markdown(self) -> str:
-        sides = ["---" if place < self.words else "---:" for place in range(len(self.headings))]
-        lines = [f"| {' | '.join(cells)} |" for cells in (self.headings, *self.rows)]
-        lines.insert(1, f"|{'|'.join(sides)}|")
-        return "\n\n".join(filter(None, [self.title, "\n".join(lines), *self.notes]))
-
-
 def smallest(study: Study) -> Table:
     """Every form at the smallest size."""
     rows = []
@@ -275,18 +252,9 @@ def smallest(study: Study) -> Table:
         counts = [f"{cell[name].iloc[0]:,}" for name in ("parameters", "flops_per_token")]
         difference = study.over(form, "softmax", SMALLEST, spec="+.4f")
         rows.append([form, study.loss(form, SMALLEST), rate_of(cell), str(len(cell)), difference, *counts])
-    return Table(["", "validation bits per byte", "rate", "seeds", "over softmax", "parameters", "FLOPs/token"], rows)
-
-
-def longer(study: Study) -> Table:
-    """The loss and σ² of the paper's form as training gets longer."""
-
-    def cell(form: str, place: Place) -> str:
-        sigmas = sigmas_of(study.at(form, place)) if study.has(form, place) else []
-        return study.loss(form, place) + (f"; σ² {np.median(np.square(sigmas)):.3g}" if len(sigmas) else "")
-
-    rows = [[form, *(cell(form, (2, tokens)) for tokens in LONG)] for form in LONGER]
-    return Table(["", *(f"{tokens:,} tokens" for tokens in LONG)], rows)
+    return Table.of(
+        ["", "validation bits per byte", "rate", "seeds", "over softmax", "parameters", "FLOPs/token"], rows
+    )
 
 
 def sizes(study: Study) -> Table:
@@ -300,7 +268,7 @@ def sizes(study: Study) -> Table:
     freedom = sum(len(cell) - 1 for cell in repeated)
     deviation = math.sqrt(sum(cell.var() * (len(cell) - 1) for cell in repeated) / freedom) if freedom else math.nan
     note = f"Standard deviation over seeds, pooled over {len(repeated)} trials: {deviation:.4f}."
-    return Table(["", *map(name_of, PLACES)], rows, notes=[note] if freedom else [])
+    return Table.of(["", *map(name_of, PLACES)], rows, notes=[note] if freedom else [])
 
 
 def pairs(forms: Iterable[str]) -> list[tuple[str, str]]:
@@ -322,7 +290,7 @@ def differences(study: Study) -> Table:
         for form, baseline in pairs(REPEATED)
         if any(study.interval(form, baseline, place) for place in COMMON)
     ]
-    return Table(["", "over", *(f"depth {place[0]}" for place in COMMON), "seeds"], rows, words=2)
+    return Table.of(["", "over", *(f"depth {place[0]}" for place in COMMON), "seeds"], rows, words=2)
 
 
 def differences_longer(study: Study) -> Table:
@@ -340,35 +308,7 @@ def differences_longer(study: Study) -> Table:
         for place in others
         if study.interval(form, baseline, place)
     ]
-    return Table(["", "over", "layers and tokens", *AXES, "seeds"], rows, words=3)
-
-
-def channels(study: Study) -> Table:
-    """What a bandwidth for every channel and a gate for every head give to each form."""
-
-    def beside(form: str, without: str, place: Place) -> str:
-        if not study.has(form, place):
-            return NOT_RUN
-        most = max(len(study.at(one, place)) for one in (form, without))
-        seeds = study.seeds(form, without, place)
-        fewer = f" (seeds: {seeds})" if int(seeds) < most else ""
-        return f"{study.loss(form, place)}, {study.over(form, without, place)}{fewer}"
-
-    rows = [
-        [form, str(place[0]), study.loss(form, place), *(beside(f"{form} + {one}", form, place) for one in LEARNED)]
-        for form in LEARNERS
-        for place in (SMALLEST, DEEPER)
-        if study.has(form, place) and any(study.has(f"{form} + {one}", place) for one in LEARNED)
-    ]
-    return Table(["", "layers", "without", *LEARNED], rows)
-
-
-def wide_heads(study: Study) -> Table:
-    """Heads of 128 channels in place of 64: what they change, and the preset over softmax with the same."""
-    wide = {form: f"{form}, heads of 128" for form in (PRESET, RIVAL)}
-    compared = [(wide[PRESET], PRESET), (wide[RIVAL], RIVAL), (wide[PRESET], wide[RIVAL])]
-    rows = [[*pair, *(study.over(*pair, place) for place in (DEEPER, LONGEST))] for pair in compared]
-    return Table(["", "over", name_of(DEEPER), name_of(LONGEST)], rows, words=2)
+    return Table.of(["", "over", "layers and tokens", *AXES, "seeds"], rows, words=3)
 
 
 def longest(study: Study) -> Table:
@@ -383,7 +323,7 @@ def longest(study: Study) -> Table:
         shares.append(speeds.get(CONTROL, math.nan) / speeds.get(form, math.nan))
         costs = ["" if math.isnan(share) else f"{share:.2f}x" for share in shares]
         rows.append([form, *ways, *costs, str(len(ours.index.intersection(control.index)))])
-    return Table([name_of(LONGEST), *AXES, "parameters", "FLOPs", "time of a step", "seeds"], rows)
+    return Table.of([name_of(LONGEST), *AXES, "parameters", "FLOPs", "time of a step", "seeds"], rows)
 
 
 def forms(study: Study) -> Table:
@@ -393,7 +333,7 @@ def forms(study: Study) -> Table:
         for form, tokens, _, time, parameters, _, step, _ in longest(study).rows
         if form in WHEN
     ]
-    return Table(["form", "when", TOKENS, TIME, "parameters", "time of a step"], rows, words=2)
+    return Table.of(["form", "when", TOKENS, TIME, "parameters", "time of a step"], rows, words=2)
 
 
 def preset(study: Study) -> Table:
@@ -402,7 +342,7 @@ def preset(study: Study) -> Table:
         [form, *(study.over(PRESET, form, LONGEST, axis) for axis in (TOKENS, TIME))]
         for form in ("softmax", CONTROL, RIVAL)
     ]
-    return Table(["the preset over", TOKENS, TIME], rows)
+    return Table.of(["the preset over", TOKENS, TIME], rows)
 
 
 def counts(study: Study) -> Table:
@@ -414,7 +354,7 @@ def counts(study: Study) -> Table:
             known = [one for one in known if not math.isnan(one.low)]
             ahead, behind = sum(one.high < 0 for one in known), sum(one.low > 0 for one in known)
             rows.append([baseline, axis, *map(str, (ahead, len(known) - ahead - behind, behind))])
-    return Table(["the preset over", "at", "ahead", "level", "behind"], rows, words=2)
+    return Table.of(["the preset over", "at", "ahead", "level", "behind"], rows, words=2)
 
 
 # Images
@@ -471,7 +411,7 @@ def images(folder: Path) -> list[Table]:
         provisional = "Rates marked * are provisional: not every rate that must be tried has been."
         notes = [] if all(cell.settled.all() for cell in cells.values()) else [provisional]
         title = f"{data['images']}, {data['train images']:,} for training and {judged}:"
-        tables.append(Table(headings, rows, title=title, notes=notes))
+        tables.append(Table.of(headings, rows, title=title, notes=notes))
     return tables
 
 
@@ -488,7 +428,7 @@ def images_summary(folder: Path) -> list[Table]:
             seeds = str(len(cells[form])) if form in cells else ""
             rows.append([name, form, other, *ends, over_images(cells, form, other), seeds])
     headings = ["images", "form", "over", "top-1 %", "softmax's", "difference, points", "seeds"]
-    return [Table(headings, rows, words=3)]
+    return [Table.of(headings, rows, words=3)]
 
 
 def sources(folder: Path) -> list[Table]:
@@ -502,7 +442,7 @@ def sources(folder: Path) -> list[Table]:
             days, commits = sorted({row["date"][:10] for row in own}), len({row["commit"] for row in own})
             when = days[0] if len(days) == 1 else f"{days[0]} to {days[-1]}"
             rows.append([f"`{path.name}`", machine, when, str(commits), str(len(own))])
-    return [Table(["file", "machine", "dates", "commits", "rows"], rows, words=3)]
+    return [Table.of(["file", "machine", "dates", "commits", "rows"], rows, words=3)]
 
 
 def of_every_text(one: Callable[[Study], Table], titled: bool = True) -> Callable[[Path], list[Table]]:
@@ -528,12 +468,9 @@ def texts(folder: Path) -> dict[Path, Study]:
 
 TABLES: dict[str, Callable[[Path], list[Table]]] = {
     "families": of_every_text(smallest),
-    "longer": of_every_text(longer),
     "sizes": of_every_text(sizes),
     "differences": of_every_text(differences),
     "differences-longer": of_every_text(differences_longer),
-    "channels": of_every_text(channels),
-    "wide-heads": of_every_text(wide_heads),
     "longest": of_every_text(longest),
     "counts": of_every_text(counts, titled=False),
     "forms": of_every_text(forms, titled=False),
@@ -547,164 +484,85 @@ TABLES: dict[str, Callable[[Path], list[Table]]] = {
 # Pictures
 
 OPEN = (0, (4, 2))  # dashes
-LOOKS: dict[str, tuple[str, str, Any]] = {  # colour, marker, line
-    "softmax": (BLACK, "o", "-"),
-    CONTROL: (SKY, "s", "-"),
-    "GKA": (VERMILION, "o", "-"),
-    "GKA unrotated": (VERMILION, "v", OPEN),
-    "GKA + offsets": (ORANGE, "s", "-"),
-    HALF_VE: (GREEN, "D", "-"),
-    "GGGA + offsets": (BLUE, "s", "-"),
-    PRESET: (GREEN, "*", OPEN),
-    RIVAL: (SKY, "*", OPEN),
-    "VLT": (PURPLE, "o", "-"),
-    "no attention": (GREY, "X", ":"),
-    "causal mean": (GREY, "v", ":"),
-    "previous token": (GREY, "<", ":"),
+LOOKS = {
+    "softmax": Look(BLACK),
+    CONTROL: Look(SKY, "s"),
+    PAPER: Look(VERMILION),
+    "GKA + offsets": Look(ORANGE, "s"),
+    HALF_VE: Look(GREEN, "D"),
+    "GGGA + offsets": Look(BLUE, "s"),
+    PRESET: Look(GREEN, "*", OPEN),
+    RIVAL: Look(SKY, "*", OPEN),
 }
 LOSS = "validation bits per byte"
-DRAWN = ("softmax", CONTROL, PAPER, "GKA + offsets", HALF_VE, "GGGA + offsets", PRESET, RIVAL)
 
 
 def style(form: str, **changed: Any) -> dict[str, Any]:
     """How a form is drawn: arguments of matplotlib's plot and errorbar."""
-    colour, marker, line = LOOKS[form]
-    label = "GKA, the preset" if form == PRESET else form
-    look = {"color": colour, "marker": marker, "linestyle": line, "label": label, "markersize": 5, "linewidth": 1.3}
-    return look | changed
+    return LOOKS[form]("GKA, the preset" if form == PRESET else form, **changed)
 
 
-def panels(columns: int, height: float, **shared: bool) -> tuple[Any, np.ndarray]:
-    """A figure as wide as a page, and its axes in a row."""
-    figure, axes = subplots(1, columns, figsize=(8.5, height), squeeze=False, **shared)
-    figure.set_layout_engine("constrained")
-    for axis in axes.flat:
-        axis.grid(alpha=0.3)
-        axis.tick_params(labelsize=9)
-    return figure, axes.ravel()
+def finish(figure: Any, axes: Iterable[Any], title: str, path: Path) -> None:
+    """Write the figure under its title, with one legend below all axes."""
+    legend(figure, axes, columns=2)
+    console.print(f"drew {save(figure, title, path)}", highlight=False, markup=False)
 
 
-def save(figure: Any, axes: Iterable[Any], title: str, path: Path, columns: int = 3) -> None:
-    """Write the figure under its title, with one legend below all axes; columns: of the legend, 0 for none."""
-    entries: dict[str, Any] = {}
-    for axis in axes:
-        for handle, label in zip(*axis.get_legend_handles_labels()):
-            entries.setdefault(label, handle)
-    if columns:
-        below = dict(loc="outside lower center", ncols=columns, fontsize=9, frameon=False)
-        figure.legend(entries.values(), entries, **below)
-    figure.suptitle(title, fontsize=11)
-    figure.savefig(path, dpi=120)
-    console.print(f"drew {path}", highlight=False, markup=False)
-
-
-def draw_budgets(study: Study, name: str, folder: Path) -> None:
+def draw_budgets(study: Study, name: str, path: Path) -> None:
     """Differences from CONTROL against the tokens of the training, a panel a depth."""
-    figure, axes = panels(len(BUDGETS), 3.9, sharey=True)
+    figure, axes = panels(1, len(BUDGETS), 3.9, sharey=True)
     for axis, (depth, budgets) in zip(axes, BUDGETS.items(), strict=True):
-        for number, form in enumerate(form for form in DRAWN if form != CONTROL):
+        for number, form in enumerate(form for form in LOOKS if form != CONTROL):
             found = {tokens: study.interval(form, CONTROL, (depth, tokens)) for tokens in budgets}
             found = {tokens * 2 ** (0.06 * (number - 3)): one for tokens, one in found.items() if one}
             known = found.values()
             axis.plot(found.keys(), [one.value for one in known], **style(form))
-            axis.vlines(found.keys(), [one.low for one in known], [one.high for one in known], color=LOOKS[form][0])
+            axis.vlines(found.keys(), [one.low for one in known], [one.high for one in known], color=LOOKS[form].colour)
         axis.axhline(0, color="grey", linewidth=0.8)
         axis.set_xscale("log", base=2)
         axis.set(xlim=(2**18.5, 2**22.5), xlabel="training tokens")
         axis.set_title(f"{depth} layers", fontsize=10)
     axes[0].set_ylabel(f"loss minus that of {CONTROL}")
-    save(figure, axes, f"{LOSS.capitalize()}: difference from {CONTROL}, on {name}", folder, columns=2)
+    finish(figure, axes, f"{LOSS.capitalize()}: difference from {CONTROL}, on {name}", path)
 
 
-def draw_time(study: Study, name: str, folder: Path) -> None:
+def draw_time(study: Study, name: str, path: Path) -> None:
     """Loss against the minutes of training; lines join the trainings that no faster one of the form beats."""
-    figure, [axis] = panels(1, 5.4)
-    for form in DRAWN:
+    figure, [axis] = panels(1, 1, 5.4)
+    for form in LOOKS:
         cells = [(study.cost(form, p, TIME) / 60, study.at(form, p).loss) for p in PLACES if study.has(form, p)]
         known = sorted((minutes, loss.mean(), loss.std()) for minutes, loss in cells if not math.isnan(minutes))
         for minutes, loss, spread in known:
             axis.errorbar(minutes, loss, 0 if math.isnan(spread) else spread, **style(form, linestyle="none"))
         best = [one for place, one in enumerate(known) if one[1] < min([o[1] for o in known[:place]], default=9)]
-        line = dict(color=LOOKS[form][0], linestyle=LOOKS[form][2], linewidth=1)
+        line = dict(color=LOOKS[form].colour, linestyle=LOOKS[form].line, linewidth=1)
         axis.plot([one[0] for one in best], [one[1] for one in best], **line)
     axis.set(xscale="log", xlabel="minutes of training, one thread", ylabel=LOSS)
     axis.set_xticks([1, 2, 5, 10, 20], ["1", "2", "5", "10", "20"])
-    save(figure, [axis], f"Loss against the time of training, on {name}", folder, columns=2)
+    finish(figure, [axis], f"Loss against the time of training, on {name}", path)
 
 
-def draw_quality(study: Study, name: str, folder: Path) -> None:
-    """Loss against parameters and minutes after the longest training, every point with its form's name."""
-    figure, axes = panels(2, 4.4, sharey=True)
-    shown = [form for form in DRAWN if study.has(form, LONGEST)]
-    losses = {form: study.at(form, LONGEST).loss for form in shown}
-    # One form far behind would leave the others no room: it stands at the top, with its loss.
-    ordered = sorted(loss.mean() for loss in losses.values())
+def draw_quality(study: Study, name: str, path: Path) -> None:
+    """Loss against parameters and minutes after the longest training."""
+    figure, axes = panels(1, 2, 4.9, sharey=True)
+    cells = {form: study.at(form, LONGEST) for form in LOOKS if study.has(form, LONGEST)}
+    # One form far behind would leave the others no room: it stands at the top, with its loss in the legend.
+    ordered = sorted(cell.loss.mean() for cell in cells.values())
     top = ordered[-2] + (ordered[-2] - ordered[0]) * 0.6 if len(ordered) > 2 else math.inf
-    costs = {
-        "parameters, millions": {form: study.at(form, LONGEST).parameters.iloc[0] / 1e6 for form in shown},
-        "minutes of training, one thread of a CPU": {form: study.cost(form, LONGEST, TIME) / 60 for form in shown},
-    }
-    lifted = {CONTROL: 9, RIVAL: -8}  # points of the page, of names that would lie on each other
-    for axis, (label, by_form) in zip(axes, costs.items(), strict=True):
-        known = {form: cost for form, cost in by_form.items() if not math.isnan(cost)}
-        middle = sum((min(known.values(), default=0), max(known.values(), default=0))) / 2
-        for form, cost in known.items():
-            mean, spread = losses[form].mean(), losses[form].std()
-            height, look = min(mean, top), style(form)
-            axis.errorbar(cost, height, 0 if math.isnan(spread) or height < mean else spread, **look)
-            words = look["label"] if height == mean else f"{form}: {mean:.2f} ↑"
-            side = (
-                dict(ha="right", xytext=(-8, lifted.get(form, 0)))
-                if cost > middle
-                else dict(ha="left", xytext=(8, lifted.get(form, 0)))
-            )
-            text = dict(textcoords="offset points", va="center", fontsize=9, color=look["color"])
-            axis.annotate(words, (cost, height), **side, **text)
-        axis.set_xlabel(label)
+    for form, cell in cells.items():
+        mean, spread, look = cell.loss.mean(), cell.loss.std(), style(form, linestyle="none")
+        if mean > top:
+            look["label"] += f": {mean:.2f} ↑"
+        bar = 0 if math.isnan(spread) or mean > top else spread
+        for axis, cost in zip(axes, (cell.parameters.iloc[0] / 1e6, study.cost(form, LONGEST, TIME) / 60)):
+            axis.errorbar(cost, min(mean, top), bar, **look)
+    for axis, label in zip(axes, ("parameters, millions", "minutes of training, one thread of a CPU")):
+        axis.set(xlabel=label)
         axis.margins(x=0.12, y=0.08)
     axes[0].set_ylabel(LOSS)
     millions = LONGEST[1] / 1e6
     title = f"Loss against cost, four layers and {millions:.1f} million tokens of {name}: lower is better"
-    save(figure, axes, title, folder, columns=0)
-
-
-def draw_longer(study: Study, name: str, folder: Path) -> None:
-    """Loss and σ² against the tokens of the training, at depth 2."""
-    figure, (left, right) = panels(2, 4.4)
-    for form in LONGER:
-        cells = {tokens: study.at(form, (2, tokens)) for tokens in LONG if study.has(form, (2, tokens))}
-        means = [cell.loss.mean() for cell in cells.values()]
-        left.errorbar(
-            cells.keys(), means, [cell.loss.std() if len(cell) > 1 else 0 for cell in cells.values()], **style(form)
-        )
-        sigmas = [np.median(np.square(values)) for cell in cells.values() if len(values := sigmas_of(cell))]
-        if len(sigmas) == len(cells):
-            right.plot(cells.keys(), sigmas, **style(form))
-    for axis, label in ((left, LOSS), (right, "median σ² of all heads (head_dim is 64)")):
-        axis.set(xlabel="training tokens", ylabel=label)
-        axis.set_xscale("log", base=2)
-    if right.lines:
-        right.set_yscale("log")
-    save(figure, [left], f"Two layers, trained longer, on {name}", folder, columns=4)
-
-
-def draw_images(folder: Path, path: Path) -> None:
-    """Top-1 of every form on every set of images, a dot for each seed and a stroke for their mean."""
-    sets = images_of(folder)
-    order = list(dict.fromkeys(form for _, cells in sets.values() for form in cells))[::-1]
-    figure, axes = panels(len(sets), 4.4, sharey=True)
-    for axis, (data, cells) in zip(axes, sets.values(), strict=True):
-        for form, cell in cells.items():
-            colour = {"s": BLACK, "V": PURPLE}.get(form[0], ORANGE if "+" in form else VERMILION)
-            height = order.index(form)
-            axis.plot(cell.ema_top1, [height] * len(cell), "o", color=colour, markersize=5, alpha=0.5)
-            axis.plot(cell.ema_top1.mean(), height, "|", color=colour, markersize=16, markeredgewidth=2)
-        axis.set(xlabel="top-1, %")
-        axis.set_title(IMAGES.get(data["images"], data["images"]), fontsize=10)
-        axis.grid(visible=False, axis="y")
-    axes[0].set_yticks(range(len(order)), [form.replace(", channel", ",\nchannel") for form in order])
-    title = "Top-1 of vision transformers, with spatial offsets (four letters) and without"
-    save(figure, axes, title, path, columns=0)
+    finish(figure, axes, title, path)
 
 
 def draw(folder: Path, pictures: Path) -> None:
@@ -717,10 +575,6 @@ def draw(folder: Path, pictures: Path) -> None:
             draw_time(study, path.stem, pictures / f"study-time-{path.stem}.png")
         if study.has(CONTROL, LONGEST):
             draw_quality(study, path.stem, pictures / f"quality-{path.stem}.png")
-        if any(study.has(form, (2, tokens)) for form in LONGER for tokens in LONG):
-            draw_longer(study, path.stem, pictures / f"study-longer-{path.stem}.png")
-    if images_of(folder):
-        draw_images(folder, pictures / "study-images.png")
 
 
 # The command
@@ -740,18 +594,6 @@ class AnalyseConfig:
     """Folder for the pictures."""
 
 
-def rendered(text: str, folder: Path) -> str:
-    """A page with every block of the study filled. Raises UserError for a block of another name."""
-
-    def filled(match: re.Match[str]) -> str:
-        if match[1] not in TABLES:
-            raise UserError(f"there is no table study:{match[1]}; choose among {', '.join(TABLES)}")
-        tables = "\n\n".join(table.markdown() for table in TABLES[match[1]](folder)) or NOT_RUN
-        return f"<!-- study:{match[1]} -->\n{tables}\n<!-- /study -->"
-
-    return BLOCK.sub(filled, text)
-
-
 def main(config: AnalyseConfig) -> None:
     if not list(config.results.glob("*.jsonl")):
         raise UserError(f"no results in {config.results}; python -m runs.study.train writes some")
@@ -759,16 +601,10 @@ def main(config: AnalyseConfig) -> None:
         for name, tables in TABLES.items():
             print(f"\n{name}\n", *(f"\n{table.markdown()}" for table in tables(config.results)), sep="\n")
         return
-    pages = {page: (ROOT / page).read_text() for page in PAGES}
-    stale = {page: new for page, text in pages.items() if (new := rendered(text, config.results)) != text}
-    if config.check:
-        for page in stale:
-            print(f"{page} is out of date: run python -m runs.study.analyse --write", file=sys.stderr)
-        sys.exit(bool(stale))
-    for page, text in stale.items():
-        (ROOT / page).write_text(text)
-        console.print(f"{page}: written", highlight=False)
-    draw(config.results, config.pictures)
+    builders = {name: partial(tables, config.results) for name, tables in TABLES.items()}
+    pages.write(builders, PAGES, "python -m runs.study.analyse --write", config.check, mark="study")
+    if not config.check:
+        draw(config.results, config.pictures)
 
 
 if __name__ == "__main__":

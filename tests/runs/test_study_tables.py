@@ -22,9 +22,7 @@ def row(form, place, seed, loss, cost=1.0, **changed):
 
 
 def test_the_pages_say_what_the_rows_say():
-    with pytest.raises(SystemExit) as left:
-        analyse.main(analyse.AnalyseConfig(check=True))
-    assert left.value.code == 0
+    analyse.main(analyse.AnalyseConfig(check=True))
 
 
 def test_intervals_are_pooled_over_places():
@@ -84,8 +82,6 @@ def test_pictures_are_drawn_of_what_there_is(tmp_path):
     assert names == {"study-budgets-text.png", "quality-text.png"}
 
 
-def test_unknown_blocks_and_missing_rows_are_named(tmp_path):
-    with pytest.raises(UserError, match="no table study:x"):
-        analyse.rendered("<!-- study:x -->\n<!-- /study -->", tmp_path)
+def test_missing_rows_are_named(tmp_path):
     with pytest.raises(UserError, match="no results"):
         analyse.main(analyse.AnalyseConfig(results=tmp_path))

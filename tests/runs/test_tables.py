@@ -9,6 +9,7 @@ from bench_lines import write_lines
 from runs import frames, pages, tables
 from runs.bench import report
 from runs.demo.report import COLUMNS
+from runs.study import analyse
 from trainkit_gka.cli import UserError
 
 RECORD = {"date": "2026-11-21 17:04", "commit": "a14f06e", "hardware": "a CPU, 2 threads", "torch": "2.14"}
@@ -37,8 +38,10 @@ def test_a_damaged_line_is_named_by_its_place_in_the_file(tmp_path):
 
 def test_every_block_of_a_page_has_one_program_that_writes_it():
     written = {*tables.PAGES, *report.PAGES, "docs/accuracy.md"}
-    blocks = [name for page in written for name in pages.BLOCK.findall((pages.ROOT / page).read_text())]
+    blocks = [name for page in written for name in pages.block().findall((pages.ROOT / page).read_text())]
     assert sorted(blocks) == sorted([*tables.TABLES, *report.TABLES, "errors"])
+    blocks = [name for page in analyse.PAGES for name in pages.block("study").findall((pages.ROOT / page).read_text())]
+    assert sorted(blocks) == sorted(analyse.TABLES)
 
 
 def test_a_page_out_of_date_ends_the_check_with_1_and_is_written(tmp_path, monkeypatch, capsys):
