@@ -245,7 +245,7 @@ ablate-projections: check $(ENV)  ## the paper's ablation: every kind and a hybr
 	$(TRAIN_VIT) --model deit_tiny_vlt_patch16_224 $(FLAGS)
 	$(TRAIN_VIT) --model deit_tiny_gka_patch16_224 $(FLAGS)
 	$(TRAIN_VIT) --model deit_tiny_gka_patch16_224 --attention GGGA $(FLAGS)
-	$(if $(DRY_RUN),,$(PY) -m runs.paper.ablation --runs '$(BASE)/runs')
+	$(if $(DRY_RUN),,$(PY) -m runs.tables --base '$(BASE)' --only 5)
 
 ## Results
 bench: $(ENV)  ## time attention, DeiT and GPT, on the GPU or else the CPU

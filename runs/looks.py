@@ -3,7 +3,6 @@
 Heads and layers have another palette, `trainkit_gka.plots.shades`.
 """
 
-import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,12 +46,6 @@ def look(form: str) -> Look:
     if form not in LOOKS:
         raise KeyError(f"{form} has no colour and marker; give it some in LOOKS of {Path(__file__).name}")
     return LOOKS[form]
-
-
-def variants(form: str, names: Iterable[str]) -> dict[str, Look]:
-    """Looks of several ways to compute one form: its colour, and for each name another marker and line."""
-    styles = itertools.cycle(itertools.product(("-", "--", ":"), "osD^vP"))
-    return {name: Look(look(form).colour, marker, line) for name, (line, marker) in zip(names, styles)}
 
 
 def panels(rows: int, columns: int, height: float, **shared: bool) -> tuple[Any, np.ndarray]:

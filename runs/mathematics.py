@@ -6,7 +6,6 @@ The features are drawn from a seed; everything else is computed by gka. The same
 bytes.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from gka import gaussian_attention, gaussian_weights
 from runs.frames import RESULTS
 from runs.looks import legend, look, panels, save
 from trainkit_gka.cli import run
-from trainkit_gka.plots import BLUE, GREY, VERMILION, Figure
+from trainkit_gka.plots import BLUE, GREY, VERMILION
 from trainkit_gka.progress import console
 
 TOKENS, SEED = 24, 2
@@ -67,9 +66,9 @@ def map_axes(axis: Any, title: str) -> None:
     axis.grid(False)
 
 
-def kernel(folder: Path) -> Figure:
+def kernel(folder: Path) -> Path:
     """The kernel of one query over the plane, its row of W as sizes of points, and y, at three bandwidths."""
-    x, rows = features(), []
+    x = features()
     figure, axes = panels(1, 3, 3.5)
     a, b = plane()
     distance2 = (a - x[QUERY, 0]) ** 2 + (b - x[QUERY, 1]) ** 2
@@ -85,14 +84,12 @@ def kernel(folder: Path) -> Figure:
         axis.plot(*y[QUERY], "*", color=SOFTMAX, markersize=11, label="output y_i = Σ_j W_ij x_j", zorder=4)
         effective = torch.exp(-torch.special.xlogy(row, row).sum()).item()
         map_axes(axis, f"σ = {sigma:g}: W_ii = {row[QUERY]:.2f},\n{effective:.1f} effective tokens")
-        rows += [{"sigma": sigma, "token": j, "W_ij": float(weight)} for j, weight in enumerate(row)]
     title = "The kernel as a map: what one token reads at three bandwidths"
-    text = f"{TOKENS} features in the plane. Grey: K of the query; effective tokens are exp(entropy of the row)."
     legend(figure, axes[:1], 4)
-    return Figure(save(figure, title, folder / "mathematics-kernel.png"), title, text, rows)
+    return save(figure, title, folder / "mathematics-kernel.png")
 
 
-def softmax(folder: Path) -> Figure:
+def softmax(folder: Path) -> Path:
     """The score of a key as a dot product minus half a squared norm, over the plane, and both ways to the weights."""
     x, (a, b) = features(), plane()
     product = (a * x[QUERY, 0] + b * x[QUERY, 1]) / SIGMA**2
@@ -108,15 +105,10 @@ def softmax(folder: Path) -> Figure:
         map_axes(axis, name)
     title = "It is a softmax: a slope plus a hill at the origin is a hill at the query"
     legend(figure, axes[:1], 3)
-    scores = x @ x[QUERY] / SIGMA**2 - x.square().sum(1) / (2 * SIGMA**2)
-    gauss, soft = operator(x, SIGMA)[0][QUERY], torch.softmax(scores, dim=0)
-    rows = [
-        {"token": j, "W_ij": float(one), "softmax": float(other)} for j, (one, other) in enumerate(zip(gauss, soft))
-    ]
-    return Figure(save(figure, title, folder / "mathematics-softmax.png"), title, "Lighter is larger.", rows)
+    return save(figure, title, folder / "mathematics-softmax.png")
 
 
-def translation(folder: Path) -> Figure:
+def translation(folder: Path) -> Path:
     """A row of weights before and after all features move: of the Gaussian kernel, and of dot products."""
     x = features()
     moved = x + torch.tensor(SHIFT, dtype=x.dtype)
@@ -128,7 +120,7 @@ def translation(folder: Path) -> Figure:
     axes[0].plot(0, 0, "+", color=SOFTMAX, markersize=10)
     axes[0].set(aspect="equal", xticks=[], yticks=[])
     axes[0].set_title("features; + is the origin", fontsize=10)
-    order, rows = operator(x, SIGMA)[0][QUERY].argsort(descending=True), []
+    order = operator(x, SIGMA)[0][QUERY].argsort(descending=True)
     kinds = {
         "Gaussian kernel": (GKA, lambda features: operator(features, SIGMA)[0]),
         "softmax of dot products": (SOFTMAX, lambda features: dot_product_weights(features, SIGMA)),
@@ -139,23 +131,15 @@ def translation(folder: Path) -> Figure:
         axis.bar(range(TOKENS), after, color=colour, alpha=0.45, label="weights after")
         axis.set_title(f"row of W, {name}", fontsize=10)
         axis.set(xlabel="tokens, nearest first", ylim=(0, None))
-        rows += pairs(name, order, before, after)
     title = "Translation: distances do not see a common shift, dot products do"
     legend(figure, axes[:2], 4)
-    return Figure(save(figure, title, folder / "mathematics-translation.png"), title, "Lines before, bars after.", rows)
-
-
-def pairs(name: str, order: Sequence[int], before: Sequence[float], after: Sequence[float]) -> list[dict[str, Any]]:
-    return [
-        {"weights": name, "token": int(j), "before": float(one), "after": float(other)}
-        for j, one, other in zip(order, before, after, strict=True)
-    ]
+    return save(figure, title, folder / "mathematics-translation.png")
 
 
 def main(config: MathematicsConfig) -> None:
     config.out.mkdir(parents=True, exist_ok=True)
     for draw in (kernel, softmax, translation):
-        console.print(f"drew {draw(config.out).path}", highlight=False, markup=False)
+        console.print(f"drew {draw(config.out)}", highlight=False, markup=False)
 
 
 if __name__ == "__main__":

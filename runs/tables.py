@@ -31,8 +31,10 @@ from runs.table import NOT_RUN, WIDE, Row, Table
 from runs.table import measured as sources_of
 from trainkit_gka.cli import UserError, run
 from trainkit_gka.files import check_named
+from trainkit_gka.loop import finish_record
 
 PAPER, OURS, DIFFERENCE = "Paper", "Ours", "Ours - paper"
+HYBRID = "deit_tiny_gka_patch16_224-GGGA"  # folder of its run
 MAIN = (2, 3, 6, 8)  # come first; the others need mostly runs that nobody made
 TERMINAL = 80  # letters of a line
 LANGUAGE_COMMANDS = {
@@ -86,7 +88,7 @@ class PaperTable:
         return Table.of(headings, rows, title=title, notes=notes, words=2)
 
     def _long(self, everything: bool) -> tuple[list[Row], Row]:
-        rows = [(*names, *cell) for names, cell in self.cells.items() if everything or cell[1] != NOT_RUN]
+        rows = [(*names, *cell) for names, cell in self.cells.items() if everything or cell[1] not in ("", NOT_RUN)]
         headings = [self.about, "Measure", PAPER, OURS, DIFFERENCE]
         width = len(headings) if everything else len(headings) - 1
         return [list(row[:width]) for row in rows], headings[:width]
@@ -140,11 +142,6 @@ def decimals(printed: str) -> int:
     return len(printed.partition("e")[0].partition(".")[2])
 
 
-def alone(value: float, printed: str) -> Cell:
-    """A number of a run that the paper has no figure for; `printed` is another one of its column."""
-    return "", written(value, printed) if "e" in printed else f"{value:,.5g}", ""
-
-
 # Vision
 
 
@@ -173,7 +170,7 @@ def vision_numbers(label: str, runs: list[FinishedRun]) -> dict[str, float | Non
 
 
 def vision(name: str, sources: Sources) -> PaperTable:
-    """Tables 2, 3 and 5; below the first the other vision runs of BASE."""
+    """Tables 2, 3 and 5; below the last the hybrid that `make ablate-projections` trains, which the paper left out."""
     runs, cells, commands = sources.runs(), {}, []
     columns = published.TABLES[name]["columns"]
     for label, printed in published.rows(name).items():
@@ -190,15 +187,11 @@ def vision(name: str, sources: Sources) -> PaperTable:
     notes = ["Our sizes are MiB of the bare weights."] if "size" in columns else []
     if "top1" in columns:
         notes.append("Our top-1 is of averaged weights, and only of a finished run of this model and recipe.")
-    if name == "main_results":
-        printed = published.rows(name)["DeiT-Ti"]  # has the digits
-        other_runs = measured.other_runs(sources.base, "top1")
-        for each in other_runs:
-            metrics = each.metrics
-            flops, top1 = metrics.get("flops"), metrics.get("ema_top1", metrics["top1"])
-            numbers = {"params": metrics["parameters"] / 1e6, "gflops": flops and flops / 1e9, "top1": top1}
-            cells |= {(each.name, columns[k]): alone(v, printed[k]) for k, v in numbers.items() if v is not None}
-        notes += about_other_runs(other_runs)
+    if name == "ablation" and (run := finish_record(sources.base / "runs" / HYBRID, ("parameters", "flops", "top1"))):
+        gflops = run["flops"] and run["flops"] / 1e9
+        numbers = {"params": run["parameters"] / 1e6, "gflops": gflops, "top1": run.get("ema_top1")}
+        row = {columns[key]: ("", f"{value:.3f}", "") for key, value in numbers.items() if value is not None}
+        cells |= {("GGGA-Ti (ours)", heading): cell for heading, cell in row.items()}
     return PaperTable(name, cells, notes, commands)
 
 
@@ -209,13 +202,9 @@ def training_target(label: str) -> str:
     return f"make train-deit-{size.lower()}" + {"gka": "", "softmax": "-base"}.get(kind, f"-{kind}")
 
 
-def about_other_runs(runs: list[FinishedRun]) -> Row:
-    return ["Runs with other settings are named; the paper has no figures for them."] if runs else []
-
-
 def runtime(sources: Sources) -> PaperTable:
-    """Training rates as the paper's total over its GPUs and as one GPU's share; GKA fused and unfused (the paper's)."""
-    benchmark, runs, cells = measured.gpu_benchmark(sources.results), sources.runs(), {}
+    """Training rates of one GPU beside the paper's total over its GPUs; GKA fused and unfused (the paper's)."""
+    benchmark, cells = measured.gpu_benchmark(sources.results), {}
     for label, printed in published.rows("runtime").items():
         for role in ("baseline",) if label.startswith("DeiT") else ("ours", "unfused"):
             name = f"{label}, unfused" if role == "unfused" else label
@@ -227,8 +216,7 @@ def runtime(sources: Sources) -> PaperTable:
                 line = measured.timed(benchmark, label, size, "training", role)
                 total, training = printed[f"training_{size}"], f"training bs {size}:"
                 if role != "unfused":
-                    rate = measured.total_rate(label, size, runs)
-                    cells[name, f"{training} img/s, {GPUS} GPUs"] = compare(total, rate)
+                    cells[name, f"{training} img/s, {GPUS} GPUs"] = italic(total), "", ""
                 share = f"{int(total) / GPUS:.0f}"
                 cells[name, f"{training} img/s, 1 GPU"] = compare(share, line.get("items_per_second"))
                 cells[name, f"{training} MB, 1 GPU"] = compare(printed[f"memory_{size}"], line.get("peak_mib"))
@@ -236,32 +224,15 @@ def runtime(sources: Sources) -> PaperTable:
     notes = [
         "Our GKA is fused; unfused it builds W as the paper's does. The paper's figures stand beside both.",
         f"The paper's training rates of 1 GPU are its totals over {GPUS} GPUs divided by {GPUS}.",
-        f"{where} Our totals are of short trainings, loading of images included; the trainer has no unfused form.",
+        where,
     ]
-    missing = {f"{GPUS} GPUs" in measure for (_, measure), cell in cells.items() if cell[1] == NOT_RUN}
-    short = f"--batch-size {64 * GPUS} --epochs 1 --warmup-epochs 0 --model-tag ti-64"
-    filled_by = {False: "python -m runs.bench.deit"}
-    filled_by[True] = f'make train-deit-ti DATA=/imagenet NGPU={GPUS} ARGS="{short}"'
-    return PaperTable("runtime", cells, notes, [filled_by[totals] for totals in sorted(missing)], long=True)
+    return PaperTable("runtime", cells, notes, ["python -m runs.bench.deit"], long=True)
 
 
 # Language
 
 
-def other_language_runs(sources: Sources, name: str) -> tuple[dict[tuple[str, str], Cell], list[FinishedRun]]:
-    """The cells of BASE's runs that are not the paper's, with the columns of a table, and these runs."""
-    cells, printed = {}, published.rows(name)["nanochat_base"]  # has the digits
-    other_runs = measured.other_runs(sources.base, "flops_per_token")
-    for each in other_runs:
-        numbers = {**each.metrics, "parameters": each.metrics["parameters"] / 1e6}
-        for key, heading in published.TABLES[name]["columns"].items():
-            if numbers.get(key) is not None:
-                cells[each.name, heading] = alone(float(numbers[key]), printed[key])
-    return cells, other_runs
-
-
 def bpb(sources: Sources) -> PaperTable:
-    """With the other language runs of BASE below."""
     runs, cells, commands, records = sources.runs(), {}, [], {}
     for model, printed in published.rows("bpb").items():
         trained = measured.language_run(model, runs)
@@ -271,14 +242,11 @@ def bpb(sources: Sources) -> PaperTable:
             commands.append(LANGUAGE_COMMANDS[model])
         else:
             records[model] = trained.metrics
-    more, other_runs = other_language_runs(sources, "bpb")
-    records |= {each.name: each.metrics for each in other_runs}
-    notes = [CORPUS, *remarks(records), *about_other_runs(other_runs)]
-    return PaperTable("bpb", cells | more, notes, commands)
+    return PaperTable("bpb", cells, [CORPUS, *remarks(records)], commands)
 
 
 def compute(sources: Sources) -> PaperTable:
-    """Counts alone; the ratios are those in the text beside the table. With the other language runs of BASE below."""
+    """Counts alone; the ratios are those in the text beside the table."""
     counts = {model: measured.language_counts(model) for model in measured.RECIPES}
     columns, cells = published.TABLES["compute"]["columns"], {}
     for model, printed in published.rows("compute").items():
@@ -287,16 +255,11 @@ def compute(sources: Sources) -> PaperTable:
     base, gka = counts.values()
     for key, ratio in published.TABLES["compute"]["ratios"].items():
         cells["GKA / nanochat_base", columns[key]] = compare(ratio, gka[key] / base[key])
-    more, other_runs = other_language_runs(sources, "compute")
-    return PaperTable("compute", cells | more, about_other_runs(other_runs))
+    return PaperTable("compute", cells)
 
 
 def with_error(value: Value | None, sign: str = "") -> str:
     return f"{value[0]:{sign}.4f} ± {value[1]:.3f}" if value else NOT_RUN
-
-
-def of_score(score: Score) -> str:
-    return f"{with_error((score.centered, score.standard_error))} (n = {score.examples:,})"
 
 
 def difference_of(base: Value, gka: Value) -> Value:
@@ -330,8 +293,6 @@ def core_subset(sources: Sources) -> PaperTable:
         if not ours[-1].keys() >= set(PAPER_TASKS):
             target = "eval-core" if model == "GKA" else "eval-core-base"
             commands += [LANGUAGE_COMMANDS[model], f"make {target} NGPU={GPUS}"]
-    other_runs = measured.other_runs(sources.base, "flops_per_token")
-    scores_of = {each.name: measured.core_scores(each, each.steps, sources.base) for each in other_runs}
     columns = list(published.TABLES["core_subset"]["columns"].values())
     cells: dict[tuple[str, str], Cell] = {}
     for task in PAPER_TASKS:
@@ -342,7 +303,6 @@ def core_subset(sources: Sources) -> PaperTable:
             cells[task, heading] = core_cell(value_of(printed), score and value_of(score), counts)
         both = difference_of(*map(value_of, mine)) if all(mine) else None
         cells[task, columns[2]] = core_cell(difference_of(*map(value_of, paper)), both, sign="+")
-        cells |= {(task, name): ("", of_score(s[task]), "") for name, s in scores_of.items() if task in s}
     papers = [mean_of([paper_score(task, column, GUESSING[task]) for task in PAPER_TASKS]) for column in (0, 1)]
     means = [mean_of([s[task] for task in PAPER_TASKS]) if s.keys() >= set(PAPER_TASKS) else None for s in ours]
     for heading, mean, paper, mine in zip(columns, PAPER_MEAN, papers, means):
@@ -350,10 +310,7 @@ def core_subset(sources: Sources) -> PaperTable:
     cells["mean", columns[2]] = core_cell(
         difference_of(*papers), difference_of(*means) if all(means) else None, sign="+"
     )
-    for name, scores in scores_of.items():
-        if scores.keys() >= set(PAPER_TASKS):
-            cells["mean", name] = "", with_error(mean_of([scores[task] for task in PAPER_TASKS])), ""
-    notes = ["± is one standard error, from the n of each column.", CORPUS, *about_other_runs(other_runs)]
+    notes = ["± is one standard error, from the n of each column.", CORPUS]
     return PaperTable("core_subset", cells, notes, commands, about="Task")
 
 

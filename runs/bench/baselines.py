@@ -6,7 +6,6 @@ All are functions of q, k and v, (B, T, H, D).
 import contextlib
 import functools
 import math
-import warnings
 from collections.abc import Callable, Iterator
 
 import torch
@@ -178,21 +177,6 @@ def padding_mask(lengths: list[int], tokens: int) -> Softmax:
     def attend(q, k, v):
         parts = (t.transpose(1, 2) for t in (q, k, v))
         return F.scaled_dot_product_attention(*parts, on(q.device)).transpose(1, 2)
-
-    return attend
-
-
-def nested(lengths: list[int], layout: torch.layout) -> Softmax:
-    """SDPA of nested tensors, which hold no padding: packed from padded batches and unpacked again."""
-    warnings.filterwarnings("ignore", "The PyTorch API of nested tensors is in prototype stage")
-
-    def attend(q, k, v):
-        parts = ([t[row, :length] for row, length in enumerate(lengths)] for t in (q, k, v))
-        packed = (torch.nested.as_nested_tensor(part, layout=layout).transpose(1, 2) for part in parts)
-        if layout == torch.strided:  # torch's kernels refuse its transposed views
-            packed = (t.contiguous() for t in packed)
-        y = F.scaled_dot_product_attention(*packed).transpose(1, 2).contiguous()
-        return torch.nested.to_padded_tensor(y, 0.0, q.shape)
 
     return attend
 

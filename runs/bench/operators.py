@@ -209,8 +209,6 @@ def softmax_candidates(case: Case, device: torch.device) -> Candidates:
         return {
             "softmax padding mask": ("baseline", baselines.padding_mask(case.lengths, case.tokens)),
             "softmax products": ("baseline", baselines.padded_products(case.lengths, case.tokens)),
-            "softmax nested jagged": ("baseline", baselines.nested(case.lengths, torch.jagged)),
-            "softmax nested strided": ("baseline", baselines.nested(case.lengths, torch.strided)),
             "softmax one by one": ("other", baselines.one_by_one(case.lengths)),
         }
     if device.type != "cuda":

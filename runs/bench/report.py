@@ -5,12 +5,11 @@
     python -m runs.bench.report --write                    writes the tables of the pages, and their picture
     python -m runs.bench.report --check                    exits with 1 if a page does not say what the result files say
 
-Printing also writes a page with every candidate (OUT/bench_<machine>.md) and, where sizes were swept, a picture beside
-it. Runs made with --quick count only with --quick. A row of a table has the numbers of threads side by side; each ratio
-is of one comparison, whose candidates were timed in turns.
+Printing also writes a page with every candidate (OUT/bench_<machine>.md). Runs made with --quick count only with
+--quick. A row of a table has the numbers of threads side by side; each ratio is of one comparison, whose candidates
+were timed in turns.
 """
 
-import itertools
 import re
 import textwrap
 from collections.abc import Iterator
@@ -22,7 +21,7 @@ import pandas as pd
 from gka.kinds import KINDS
 from runs import frames, pages
 from runs.bench.program import BenchConfig, slug
-from runs.looks import legend, look, panels, save, variants
+from runs.looks import legend, look, panels, save
 from runs.table import Row, Table, measured
 from trainkit_gka.cli import UserError, run
 from trainkit_gka.distributed import setup
@@ -46,7 +45,7 @@ class BenchReportConfig(BenchConfig):
     hardware: str = ""
     """Machine to report: its name, or the end of its files' names; empty = this one."""
     out: Path = Path("out/bench")
-    """Folder for the page of every candidate and the picture of sweeps."""
+    """Folder for the page of every candidate."""
     write: bool = False
     """Write the tables of the pages, and their picture, and print none."""
     check: bool = False
@@ -425,27 +424,6 @@ def candidates(lines: pd.DataFrame) -> Table:
     return Table(cells.assign(remark=remarks), title="Every candidate:", words=len(words))
 
 
-def draw_sweep(lines: pd.DataFrame, machine: str, path: Path) -> Path:
-    """Tokens per second, and memory where it was measured, against N; a column for each phase."""
-    lines = lines[lines.median_ms.notna()].sort_values(["candidate", "tokens"])
-    lines = lines.assign(speed=lines.batch * lines.tokens / lines.median_ms * 1e3)
-    quantities = {"speed": "tokens per second", "peak_mib": "memory of one call, MiB"}
-    quantities = {name: text for name, text in quantities.items() if lines[name].notna().any()}
-    phases = list(lines.phase.unique())
-    figure, axes = panels(len(quantities), len(phases), 1 + 3.6 * len(quantities))
-    looks = {}
-    for family, timed in lines.groupby("family"):
-        looks |= variants(KINDS[family].label, timed.candidate.unique())
-    for axis, (quantity, phase) in zip(axes, itertools.product(quantities, phases)):
-        for name, line in lines[lines.phase == phase].groupby("candidate"):
-            axis.plot(line.tokens, line[quantity], **looks[name](name))
-        axis.set(yscale="log", xlabel="N, tokens in a sequence", ylabel=quantities[quantity])
-        axis.set_title(phase, fontsize=10)
-        axis.set_xscale("log", base=2)
-    legend(figure, axes, 3)
-    return save(figure, f"Equal tokens in all, {machine}", path)
-
-
 def show(hardware: str, config: BenchReportConfig) -> None:
     """Print and write everything of one machine, given by its name or its slug. Raises UserError if it has nothing."""
     wanted, loaded = slug(hardware), {}
@@ -473,11 +451,6 @@ def show(hardware: str, config: BenchReportConfig) -> None:
     path = config.out / f"bench_{slug(machine)}.md"
     path.write_text("\n\n".join(page) + "\n")
     console.print(f"Every candidate: {path}", highlight=False, markup=False)
-    swept = loaded.get("attention")
-    swept = None if swept is None else swept[swept.case.str.startswith("sweep-")]
-    if swept is not None and len(swept):
-        drawn = draw_sweep(swept, machine, config.out / f"sweep_{slug(machine)}.png")
-        console.print(f"Sweep over sizes: {drawn}", highlight=False, markup=False)
 
 
 def main(config: BenchReportConfig) -> None:

@@ -19,7 +19,6 @@ from nanochat_gka.core_metric.report import Score, score_of
 from nanochat_gka.train import TrainConfig as LanguageTraining
 from runs import frames
 from runs.frames import RESULTS
-from runs.paper import published
 from runs.paper.published import PAPER_NAMES, SIZE_NAMES
 from trainkit_gka.loop import finish_record
 from trainkit_gka.progress import LOG, read_events
@@ -33,7 +32,6 @@ RECIPES = {  # rows of the language tables: flags of their trainings
 }
 KIND_OF = {label: kind for kind, label in PAPER_NAMES.items()}
 IMAGENET_TRAINING, IMAGENET_VALIDATION = 1_281_167, 50_000  # images of ImageNet-1k
-PIXELS = 224
 FREE = {"seed", "amp", "max_seq_len"}  # settings that may differ (the length shows in the FLOPs)
 
 
@@ -46,7 +44,6 @@ class FinishedRun:
     metrics: dict[str, Any]
     steps: int | None = None
     warm_start: bool = False
-    processes: int = 1
 
 
 def finished_runs(base: Path, results: Path = RESULTS) -> list[FinishedRun]:
@@ -56,22 +53,14 @@ def finished_runs(base: Path, results: Path = RESULTS) -> list[FinishedRun]:
         starts, finish = read_events(folder / LOG, "start", "config"), finish_record(folder, ("parameters",))
         if starts and finish:
             start = starts[-1]
-            warm, processes = bool(start.get("initial_weights")), start.get("world_size", 1)
-            runs.append(FinishedRun(folder.name, start["config"], finish, finish["step"], warm, processes))
+            warm = bool(start.get("initial_weights"))
+            runs.append(FinishedRun(folder.name, start["config"], finish, finish["step"], warm))
     for path in (base / "results.jsonl", *sorted(results.glob("*.jsonl"))):
         for line in read_results(path, "parameters"):
             if line.get("kind") in ("train_deit", "pretrain"):
                 config, warm = line["config"], "--initial-weights" in line.get("command", "")
-                name, processes = config.get("model_tag", ""), line.get("processes", 1)
-                runs.append(FinishedRun(name, config, line["metrics"], None, warm, processes))
+                runs.append(FinishedRun(config.get("model_tag", ""), config, line["metrics"], None, warm))
     return runs
-
-
-def other_runs(base: Path, metric: str) -> list[FinishedRun]:
-    """The runs of BASE alone with this metric that fill no cell of the paper's, each name once."""
-    runs = [run for run in finished_runs(base, base / "nothing") if run.metrics.get(metric) is not None]
-    papers = [vision_run(label, runs) for label in published.VISION] + [language_run(row, runs) for row in RECIPES]
-    return list({run.name: run for run in reversed(runs) if run not in papers}.values())[::-1]
 
 
 def has_settings(run: FinishedRun, identity: dict[str, Any], defaults: dict[str, Any]) -> bool:
@@ -106,16 +95,6 @@ def vision_run(label: str, runs: list[FinishedRun]) -> FinishedRun | None:
             counts = counts and abs(drawn - IMAGENET_TRAINING) < config.batch_size
         if has_settings(run, identity, config.defaults()) and counts and not run.warm_start:
             return run
-    return None
-
-
-def total_rate(label: str, per_gpu: int, runs: list[FinishedRun]) -> float | None:
-    """Images per second of a training of a row of the runtime table on the paper's number of GPUs."""
-    wanted = {"model": timm_name(label), "batch_size": per_gpu * GPUS, "input_size": PIXELS, "model_kwargs": []}
-    for run in runs:
-        on_gpus = run.processes == GPUS and run.metrics.get("memory_mib", 0) > 0
-        if has_settings(run, wanted, {}) and on_gpus and run.metrics["parameters"] == cost(label).parameters:
-            return run.metrics.get("images_per_second")
     return None
 
 
