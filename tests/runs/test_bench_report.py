@@ -3,13 +3,12 @@
 import pytest
 import torch
 
-from bench_lines import line, write, write_lines
+from bench_lines import line, write
 from runs import frames
 from runs.bench import report
 from runs.bench.operators import FULL
 from runs.bench.program import BenchConfig, Recorder, facts_of, result_file
 from runs.bench.timing import Measurement
-from trainkit_gka.cli import UserError
 from trainkit_gka.progress import read_lines
 
 CPU = torch.device("cpu")
@@ -75,61 +74,6 @@ def test_rows_say_what_their_candidates_are(name):
         config = record["config"]
         facts = facts_of(config["candidate"], config["phase"], config, record["hardware"])
         assert facts.items() <= config.items() and facts["family"] in ("softmax", "gka"), config
-
-
-def test_a_machine_is_reported_with_every_candidate_and_reason(tmp_path, capsys):
-    lines = [
-        line("gka triton", "ours", 1.0, elsewhere=0.02),
-        line("softmax flash", "baseline", 1.6),
-        line("softmax fa3", "baseline", None, status="failed", reason="flash_attn_interface is not installed"),
-        line("gka triton", "ours", 9.0, phase=FULL, elsewhere=0.5),
-        line("gka triton", "ours", 1.0, hardware="NVIDIA H100"),
-    ]
-    write(tmp_path, *lines)
-    config = report.BenchReportConfig(results=tmp_path, hardware="nvidia-h200", out=tmp_path / "out")
-    report.main(config)
-    output = capsys.readouterr().out
-    for words in ("1.60x", "flash_attn_interface is not installed (vit-ti forward)", "while 1 of these 2 comparisons"):
-        assert words in output
-    (page,) = (tmp_path / "out").glob("*.md")
-    assert page.read_text().count("| gka triton |") == 2 and "1.60x" in page.read_text()
-    for config.hardware in ("NVIDIA A100", "NVIDIA H20"):
-        with pytest.raises(UserError, match=f"has no benchmark of {config.hardware}"):
-            report.main(config)
-
-
-def test_a_benchmark_without_lines_is_passed_over(tmp_path, monkeypatch):
-    """As a file is after its damaged and only line was deleted."""
-    write_lines(tmp_path / "bench_attention_a-cpu-1-thread.jsonl")
-    monkeypatch.setattr(frames, "RESULTS", tmp_path)
-    assert report.operator() == []
-
-
-def test_the_table_of_the_operator_names_the_baseline_and_has_threads_side_by_side(tmp_path, monkeypatch):
-    lines = []
-    for threads, (dense, blocks, single) in {"1 thread": (90.0, 40.0, 30.0), "2 threads": (50.0, 19.0, 21.0)}.items():
-        times = {"gka cpu": ("ours", 10.0), "softmax dense mask": ("baseline", dense)}
-        times |= {"softmax blocks of 64": ("baseline", blocks), "softmax blocks of 128, float32": ("baseline", single)}
-        about = dict(hardware=f"a CPU, {threads}", settings={**CAUSAL, "window": 64})
-        lines += [line(name, *of, "lm-window-bf16", **about) for name, of in times.items()]
-    write(tmp_path, *lines)
-    monkeypatch.setattr(frames, "RESULTS", tmp_path)
-    [table] = report.operator()
-    [best, dense] = table.rows
-    assert best[:4] == ["causal, 1 × 512 × 4 × 32, window 64", "forward", "bfloat16", "1 / 2"]
-    assert best[4:] == ["30 (blocks of 128, float32) / 19 (blocks of 64, bfloat16)", "10 / 10", "3.00x / 1.90x"]
-    assert dense[4:] == ["90 / 50 (dense mask, bfloat16)", "10 / 10", "9.00x / 5.00x"]
-
-
-def test_the_preset_is_compared_with_softmax_that_has_its_additions(tmp_path, monkeypatch):
-    about = dict(case="d4", phase="training", hardware="a CPU, 1 thread", benchmark="gpt")
-    about["settings"] = {"depth": 4, "batch": 4, "sequence_len": 512, "dtype": "float32", "compile": "on"}
-    times = {"softmax": ("baseline", 9.0), "gka": ("ours", 6.0)}
-    times |= {"softmax-preset": ("other", 12.0), "gka-preset": ("variant", 8.0)}
-    write(tmp_path, *(line(name, *of, items_per_second=1e3, **about) for name, of in times.items()))
-    monkeypatch.setattr(frames, "RESULTS", tmp_path)
-    assert [row[4:7] for table in report.models() for row in table.rows] == [["9", "6", "1.50x"], ["12", "8", "1.50x"]]
-    assert len(report.training()[0].rows) == 4
 
 
 def test_the_picture_of_speed_has_a_point_for_each_case_machine_and_number_of_threads(tmp_path):

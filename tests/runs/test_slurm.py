@@ -62,11 +62,7 @@ def job(tmp_path):
 @pytest.mark.parametrize(
     "name, settings, target, flags",
     [
-        ("pretrain-d20", {}, "pretrain-d20", ["--save-every", "100"]),
-        ("pretrain-d20", {"TARGET": "pretrain-d20-base", "DEPTH": "12"}, "pretrain-d20-base", []),
-        ("pretrain-d20", {"TARGET": "pretrain-d20-best"}, "pretrain-d20-best", ["--aa="]),
         ("train-deit", {"DATA": "my images", "NAME": "s-vlt"}, "train-deit-s-vlt", ["--seed", "3"]),
-        ("train-deit", {"DATA": "/imagenet"}, "train-deit-ti", []),
         ("eval-core", {"RUN": "/runs/d20", "BUNDLE": "/a b.zip"}, "eval-core", ["--tasks", "paper"]),
     ],
 )

@@ -1,8 +1,7 @@
-"""A table as a terminal and Markdown show it, and the sentence that names its sources."""
+"""A table in Markdown, whatever its cells hold, and the sentence that names its sources."""
 
 import re
 
-from runs import table
 from runs.table import NOT_RUN, Table, measured
 
 ROWS = [["\\a", "<m>", "*3.0e9*", "-0.5 ~^"], ["\\a", "W_Q of {x}", "", "±2"], ["b$|", "a-b", "5 - 4", "**1**"]]
@@ -15,20 +14,6 @@ def test_markdown_keeps_its_columns_whatever_a_cell_holds():
     assert (title, note) == ("#1 & a_b", "`make a_b --c`") and alignment == "|---|---|---:|---:|"
     assert {len(re.findall(r"(?<!\\)\|", line)) for line in (heads, *rows)} == {5} and r"b$\|" in rows[-1]
     assert Table.of(["a"], [], sources=["of nothing"]).markdown() == f"{NOT_RUN}\n\nof nothing"
-
-
-def test_the_terminal_gets_its_own_width_and_no_marks(monkeypatch, capsys):
-    wide = Table.of(["", "of"], [["word " * 60, "*1*"], ["[b]", "`2`"]], title="a `b`")
-    wide.show()
-    assert max(map(len, capsys.readouterr().out.splitlines())) <= table.WIDE
-    monkeypatch.setattr(table, "console", table.Console(force_terminal=True, width=40, color_system=None))
-    wide.show()
-    printed = re.sub(r"\x1b\[\d*m", "", capsys.readouterr().out)
-    assert max(map(len, printed.splitlines())) <= 40 and "[b]" in printed and not set("*`") & set(printed)
-
-
-def test_neighbouring_rows_share_their_first_cell():
-    assert [[row[0] for row in group] for group in SMALL.groups()] == [["\\a", ""], ["b$|"]]
 
 
 def test_sources_name_each_machine_with_its_days_and_commits():
