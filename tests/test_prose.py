@@ -1,6 +1,5 @@
-"""What keeps the pages and the code readable: widths, lengths, links, commands that exist."""
+"""What keeps the pages right: links that resolve, commands and folders that exist."""
 
-import ast
 import re
 from pathlib import Path
 
@@ -8,16 +7,12 @@ import pytest
 
 from sources import FENCE, GENERATED, PACKAGES, ROOT, modules, tracked
 
-WIDTH, FUNCTION_LINES = 120, 60
 URL = re.compile(r"https?://\S+")
 LINK = re.compile(r"\[[^\]]*\]\(([^()\s]+)\)")
 MAKE = re.compile(r"\bmake(?: -n)?(?: [A-Z_]+=\S+)* ([a-z][a-z0-9{},-]*)")
 MODULE = re.compile(rf"-m (?:-- )?((?:{'|'.join(PACKAGES)})(?:\.\w+)*)")
-SUFFIXES = {".py", ".md", ".toml", ".yml", ".sh", ".cff", ".h", ".cpp"}
 PAGES = tracked(".md")
-TEXTS = [path for path in tracked() if path.suffix in SUFFIXES]
-TEXTS += [path for path in (Path("Makefile"), Path(".ci/run")) if (ROOT / path).exists()]
-CODE = tracked(".py")
+OF_THEIR_DAY = (Path("runs/log"), Path("CHANGELOG.md"))  # these keep the commands that there were
 
 
 def page(path):
@@ -49,30 +44,7 @@ def expand(word):
     if not choice:
         return [word]
     start, end = word[: choice.start()], word[choice.end() :]
-    return [whole for part in choice[1].split(",") for whole in expand(start + part + end)]
-
-
-def test_lines_are_narrow():
-    """A row of a Markdown table cannot be broken, nor can a web address."""
-    wide = []
-    for path in TEXTS:
-        text = page(path) if path.suffix == ".md" else (ROOT / path).read_text()
-        for line in text.splitlines():
-            breakable = path.suffix != ".md" or not line.startswith("|")
-            if breakable and len(URL.sub("", line)) > WIDTH:
-                wide.append(f"{path}: {len(line)}: {line[:60]}")
-    assert not wide, "\n".join([str(len(wide)), *wide])
-
-
-def test_functions_are_short():
-    long = {}
-    for path in CODE:
-        for node in ast.walk(ast.parse((ROOT / path).read_text())):
-            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
-                length = node.end_lineno - node.lineno + 1
-                if length > FUNCTION_LINES:
-                    long[f"{path}: {node.name}"] = length
-    assert not long
+    return [each for part in choice[1].split(",") for each in expand(start + part + end)]
 
 
 @pytest.mark.parametrize("path", PAGES, ids=str)
@@ -93,9 +65,6 @@ def test_make_targets_that_a_page_names_exist(path):
     assert not [name for name in named if not any(re.fullmatch(rule, name) for rule in rules)]
 
 
-OF_THEIR_DAY = (Path("runs/log"), Path("CHANGELOG.md"))  # these keep the commands that there were
-
-
 @pytest.mark.parametrize("path", [p for p in PAGES if p not in OF_THEIR_DAY and p.parent not in OF_THEIR_DAY], ids=str)
 def test_modules_that_a_page_runs_can_be_run(path):
     names = modules()
@@ -113,5 +82,5 @@ def test_the_readme_names_every_folder():
 
 def test_the_page_of_what_trainers_share_names_every_file():
     listed = re.findall(r"^(\w+)/? {2,}", "\n".join(FENCE.findall(page("trainkit_gka/README.md"))), re.MULTILINE)
-    parts = {path.parts[1].removesuffix(".py") for path in CODE if path.parts[0] == "trainkit_gka"}
+    parts = {path.parts[1].removesuffix(".py") for path in tracked(".py") if path.parts[0] == "trainkit_gka"}
     assert sorted(listed) == sorted(parts - {"__init__"})
