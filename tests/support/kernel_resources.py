@@ -1,16 +1,15 @@
 """Compile the Triton kernels for GPUs that this machine need not have, and list what each shipped configuration needs.
 
-    python tests/support/kernel_resources.py              prints the table of tests/golden/kernel_resources.txt
-    python tests/support/kernel_resources.py --write      rewrites that file
-    python tests/support/kernel_resources.py --every      all cases of each configuration, which takes minutes
-    python tests/support/kernel_resources.py --sample 8   eight of the lines
+    python tests/support/kernel_resources.py           prints the table of tests/golden/kernel_resources.txt
+    python tests/support/kernel_resources.py --write   rewrites that file
+    python tests/support/kernel_resources.py 8         prints eight of its lines
 
-Per configuration: registers per thread, bytes of spilled registers (STACK), shared memory, tensor-core instructions
-(HGMMA on Hopper, HMMA), asynchronous copies (LDGSTS). Ends with 1 if one breaks a limit: spills, more shared memory
-than the device has, no tensor cores, no asynchronous copies. Needs the triton package and no GPU.
+Per configuration, in its kernel's heaviest case: registers per thread, bytes of spilled registers (STACK), shared
+memory, tensor-core instructions (HGMMA on Hopper, HMMA), asynchronous copies (LDGSTS). Ends with 1 if one breaks a
+limit: spills, more shared memory than the device has, no tensor cores, no asynchronous copies. Needs the triton
+package and no GPU.
 """
 
-import argparse
 import collections
 import hashlib
 import multiprocessing
@@ -20,7 +19,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -30,7 +28,7 @@ from triton.compiler import ASTSource
 
 from gka.bandwidth import LOG_SIGMA_BOUND
 from gka.impl.triton import backward, configs, forward
-from gka.impl.triton.tiles import NORM_COMPUTED, NORM_CONSTANT, NORM_LOADED
+from gka.impl.triton.tiles import NORM_COMPUTED, NORM_CONSTANT
 
 VERSION = f"# Triton {triton.__version__},"
 ROOT = Path(__file__).resolve().parents[2]
@@ -52,60 +50,31 @@ SPILLS_OF_OTHER_VERSIONS = 64
 # Pointers to features; the others are to float32.
 FEATURES = ("p_x", "p_k", "p_v", "p_y", "p_dy", "p_dx", "p_dk", "p_dv")
 
+# Each kernel with its heaviest case: its name and its constants.
+OTHER_VALUES_IN_WINDOW = dict(OWN_KEYS=True, OWN_VALUES=False, HAS_BEFORE=True, HAS_AFTER=True)
+OTHER_KEYS = dict(OWN_KEYS=False, OWN_VALUES=True, HAS_BEFORE=False, HAS_AFTER=False)
 KERNELS = {
-    "forward": forward.gka_forward_kernel,
-    "decode": forward.gka_forward_kernel,
-    "symmetric": backward.gka_symmetric_kernel,
-    "queries": backward.gka_queries_kernel,
-    "keys": backward.gka_keys_kernel,
-}
-FULL = dict(HAS_BEFORE=False, HAS_AFTER=False)
-CAUSAL = dict(HAS_BEFORE=False, HAS_AFTER=True)
-WINDOW = dict(HAS_BEFORE=True, HAS_AFTER=True)
-OWN = dict(OWN_KEYS=True, OWN_VALUES=True)
-VALUES = dict(OWN_KEYS=True, OWN_VALUES=False)
-FOREIGN = dict(OWN_KEYS=False, OWN_VALUES=True)
-# The first case of each kernel is the heaviest.
-CASES = {
-    "forward": {
-        "window, values": dict(NORM=NORM_CONSTANT.value, **VALUES, **WINDOW),
-        "full": dict(NORM=NORM_COMPUTED.value, **OWN, **FULL),
-        "full, norms loaded": dict(NORM=NORM_LOADED.value, **OWN, **FULL),
-        "causal": dict(NORM=NORM_CONSTANT.value, **OWN, **CAUSAL),
-        "causal, values": dict(NORM=NORM_CONSTANT.value, **VALUES, **CAUSAL),
-        "causal, general": dict(NORM=NORM_COMPUTED.value, **OWN, **CAUSAL),
-        "window, foreign": dict(NORM=NORM_CONSTANT.value, OWN_KEYS=False, OWN_VALUES=False, **WINDOW),
-        "lengths, window": dict(NORM=NORM_CONSTANT.value, **VALUES, **WINDOW),
-        "lengths, full": dict(NORM=NORM_COMPUTED.value, **OWN, **FULL),
-    },
-    "decode": {
-        "general, split": dict(NORM=NORM_COMPUTED.value, **FOREIGN, **FULL),
-        "split": dict(NORM=NORM_CONSTANT.value, **FOREIGN, **FULL),
-        "lengths, split": dict(NORM=NORM_COMPUTED.value, **FOREIGN, **FULL),
-    },
-    "symmetric": {
-        "window": dict(CONSTANT=False, HAS_REACH=True),
-        "full": dict(CONSTANT=False, HAS_REACH=False),
-        "full, constant": dict(CONSTANT=True, HAS_REACH=False),
-        "lengths, window": dict(CONSTANT=False, HAS_REACH=True),
-    },
-    "queries": {
-        "window, values": dict(CONSTANT=True, **VALUES, **WINDOW),
-        "causal, values": dict(CONSTANT=True, **VALUES, **CAUSAL),
-        "causal": dict(CONSTANT=True, **OWN, **CAUSAL),
-        "causal, general": dict(CONSTANT=False, **OWN, **CAUSAL),
-        "full, general": dict(CONSTANT=False, **OWN, **FULL),
-        "lengths, window": dict(CONSTANT=True, **VALUES, **WINDOW),
-    },
-    "keys": {
-        "window, values": dict(CONSTANT=True, **VALUES, **WINDOW),
-        "causal, values": dict(CONSTANT=True, **VALUES, **CAUSAL),
-        "causal": dict(CONSTANT=True, **OWN, **CAUSAL),
-        "causal, general": dict(CONSTANT=False, **OWN, **CAUSAL),
-        "full, general": dict(CONSTANT=False, **OWN, **FULL),
-        "window, foreign": dict(CONSTANT=True, OWN_KEYS=False, OWN_VALUES=False, **WINDOW),
-        "lengths, window": dict(CONSTANT=True, **VALUES, **WINDOW),
-    },
+    "forward": (
+        forward.gka_forward_kernel,
+        "window, values",
+        dict(NORM=NORM_CONSTANT.value, SPLIT=False, **OTHER_VALUES_IN_WINDOW),
+    ),
+    "decode": (
+        forward.gka_forward_kernel,
+        "general, split",
+        dict(NORM=NORM_COMPUTED.value, SPLIT=True, **OTHER_KEYS),
+    ),
+    "symmetric": (backward.gka_symmetric_kernel, "window", dict(CONSTANT=False, HAS_REACH=True)),
+    "queries": (
+        backward.gka_queries_kernel,
+        "window, values",
+        dict(CONSTANT=True, **OTHER_VALUES_IN_WINDOW),
+    ),
+    "keys": (
+        backward.gka_keys_kernel,
+        "window, values",
+        dict(CONSTANT=True, **OTHER_VALUES_IN_WINDOW),
+    ),
 }
 
 
@@ -116,24 +85,20 @@ class Build(NamedTuple):
     kernel: str
     head_dim: int
     size: int  # bytes per element
-    case: str
     config: configs.Config
 
     @property
     def constants(self) -> dict:
-        shape = dict(D=self.head_dim, BLOCK_D=self.head_dim, BOUND=LOG_SIGMA_BOUND, **CASES[self.kernel][self.case])
-        shape |= dict(BM=self.config.rows, BN=self.config.columns)
-        shape |= {} if self.case.startswith("lengths") else dict(p_lengths=None)
-        if self.kernel in ("forward", "decode"):
-            shape["SPLIT"] = self.kernel == "decode"
+        shape = dict(D=self.head_dim, BLOCK_D=self.head_dim, BOUND=LOG_SIGMA_BOUND, p_lengths=None)
+        shape |= dict(BM=self.config.rows, BN=self.config.columns, **KERNELS[self.kernel][2])
         if self.kernel in ("forward", "decode", "symmetric"):
             shape["TAIL"] = self.config.columns
         return shape
 
     def __str__(self) -> str:
-        dtype = {2: "bf16", 4: "fp32"}[self.size]
+        dtype, case = {2: "bf16", 4: "fp32"}[self.size], KERNELS[self.kernel][1]
         tiles = "{}x{} warps {} stages {}".format(*self.config)
-        return f"sm_{self.capability:<4} {self.kernel:<10} d{self.head_dim:<4} {dtype}  {self.case:<20} {tiles:<24}"
+        return f"sm_{self.capability:<4} {self.kernel:<10} d{self.head_dim:<4} {dtype}  {case:<20} {tiles:<24}"
 
 
 class Resources(NamedTuple):
@@ -163,32 +128,23 @@ class Resources(NamedTuple):
         return [text for text, broken in checks.items() if broken]
 
 
-def shipped(every: bool = False) -> list[Build]:
-    """Every entry of the configuration tables, in its heaviest case or, with `every`, in all cases."""
-    builds = []
-    for name, table in configs.TABLES.items():
-        capability = int(name.removeprefix("sm_"))
-        for (kernel, head_dim, size), config in table.entries.items():
-            builds += [Build(capability, kernel, head_dim, size, case, config) for case in cases_of(kernel, every)]
-    return builds
-
-
-def cases_of(kernel: str, every: bool) -> list[str]:
-    """The kernel's heaviest case or, with `every`, all its cases."""
-    cases = list(CASES[kernel])
-    return cases if every else cases[:1]
+def shipped() -> list[Build]:
+    """Every entry of the configuration tables."""
+    return [
+        Build(int(name.removeprefix("sm_")), *key, config)
+        for name, table in configs.TABLES.items()
+        for key, config in table.entries.items()
+    ]
 
 
 def compile_one(build: Build) -> Resources:
     """Compile for the architecture, without a device, and read what the assembler says."""
-    function = KERNELS[build.kernel]
+    function = KERNELS[build.kernel][0]
     names = function.arg_names
 
     def type_of(name: str) -> str:
         if name in build.constants:
             return "constexpr"
-        if name == "p_lengths":
-            return "*i64"
         if name.startswith("p_"):
             return {2: "*bf16", 4: "*fp32"}[build.size] if name in FEATURES else "*fp32"
         return "fp32" if name == "eps" else "i32"
@@ -218,16 +174,6 @@ def _output(tool: str, *arguments: str) -> str:
     return done.stdout + done.stderr
 
 
-def compile_all(builds: list[Build], processes: int) -> Iterator[tuple[Build, Resources]]:
-    """In the order of `builds`, by worker processes if there is more than one."""
-    if processes == 1:
-        yield from ((build, compile_one(build)) for build in builds)
-        return
-    spawn = multiprocessing.get_context("spawn")
-    with spawn.Pool(processes, signal.signal, (signal.SIGINT, signal.SIG_IGN)) as pool:  # Ctrl-C is for this process
-        yield from zip(builds, pool.imap(compile_one, builds), strict=True)
-
-
 def listed_version() -> bool:
     """Whether the list in the repository is of this version of Triton."""
     return GOLDEN.read_text().startswith(VERSION)
@@ -244,46 +190,27 @@ def sources() -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def count(text: str) -> int:
-    """A number of 1 or more."""
-    if not text.isdecimal() or not int(text):
-        raise argparse.ArgumentTypeError(f"{text} is not a number of 1 or more")
-    return int(text)
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description="List the registers, spills, shared memory and important instructions of each shipped Triton "
-        "configuration, compiled for GPUs that this machine need not have. Exits with 1 if one breaks a limit.",
-    )
-    parser.add_argument(
-        "--write", action="store_true", help="rewrite tests/golden/kernel_resources.txt if none breaks one"
-    )
-    parser.add_argument("--every", action="store_true", help="compile every case of every configuration")
-    parser.add_argument("--sample", type=count, help="compile only so many configurations, spread over the list")
-    cores = len(os.sched_getaffinity(0))
-    parser.add_argument(
-        "--processes", type=count, default=cores, help="how many compile at once (default: %(default)s)"
-    )
-    arguments = parser.parse_args()
-    if arguments.write and arguments.sample:
-        parser.error("--write needs all configurations, so no --sample")
-    builds = shipped(arguments.every)
-    if arguments.sample:
-        number = min(arguments.sample, len(builds))
-        builds = [builds[place * len(builds) // number] for place in range(number)]
+def main(argument: str = "") -> None:
+    """argument: "--write", how many configurations to compile, spread over the list, or nothing."""
+    builds, cores = shipped(), len(os.sched_getaffinity(0))
+    if argument.isdecimal():
+        number = min(int(argument), len(builds))
+        builds, cores = [builds[place * len(builds) // number] for place in range(number)], 1
+    elif argument not in ("", "--write"):
+        sys.exit(f"error: --write or a number, not {argument}")
     lines, broken = [header()], []
     print(lines[0], flush=True)
-    for build, resources in compile_all(builds, arguments.processes):
-        lines.append(f"{build} {resources}")
-        print(lines[-1], flush=True)
-        broken += [f"{' '.join(str(build).split())}: {reason}" for reason in resources.broken(build)]
+    spawn = multiprocessing.get_context("spawn")
+    with spawn.Pool(cores, signal.signal, (signal.SIGINT, signal.SIG_IGN)) as pool:  # Ctrl-C is for this process
+        for build, resources in zip(builds, pool.imap(compile_one, builds), strict=True):
+            lines.append(f"{build} {resources}")
+            print(lines[-1], flush=True)
+            broken += [f"{' '.join(str(build).split())}: {reason}" for reason in resources.broken(build)]
     if broken:
-        print(*broken, sep="\n", file=sys.stderr)
-        sys.exit(1)
-    if arguments.write:
+        sys.exit("\n".join(broken))
+    if argument == "--write":
         GOLDEN.write_text("\n".join(lines) + "\n")
 
 
 if __name__ == "__main__":
-    main()
+    main(*sys.argv[1:])
