@@ -56,6 +56,7 @@ def final(out, step=STEPS, names=("model", "ema", "optimizer")):
 def wait_for_step(process, out, step):
     while process.alive() and (steps_of(out) or [0])[-1] < step:
         time.sleep(0.002)
+    assert process.alive(), process.err.read_text()
 
 
 def evaluated(out, *flags):

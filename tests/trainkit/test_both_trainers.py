@@ -5,7 +5,6 @@ import os
 import random
 import shutil
 import signal
-import time
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from types import ModuleType
@@ -23,6 +22,7 @@ from processes import descendants, signals_kept, still_there
 from trainkit_gka.cli import check_bounds, flag_of
 from trainkit_gka.distributed import Runtime
 from trainkit_gka.progress import read_events
+from vision_runs import steps_of, wait_for_step
 
 
 @dataclass(frozen=True)
@@ -52,14 +52,8 @@ class Kind:
     def train_until(self, out, step, *more, ranks=1):
         """Start it, and return it when that step is in the log."""
         process = self.start(out, *more, ranks=ranks)
-        while process.alive() and (steps_of(out) or [0])[-1] < step:
-            time.sleep(0.002)
-        assert process.alive(), process.err.read_text()
+        wait_for_step(process, out, step)
         return process
-
-
-def steps_of(out):
-    return [record["step"] for record in read_events(out / "run/log.jsonl", "train")]
 
 
 def records(out, event):
