@@ -10,6 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+import processes
 import tiny
 from hub import Hub, environment, impatient
 from nanochat_gka import corpus
@@ -90,7 +91,7 @@ def test_an_unreachable_hub_says_what_to_do(tmp_path):
 def test_builtin_corpus_is_fixed_and_without_repeats(tmp_path, capsys):
     """It is written here, and at the same time by a process with another hash seed."""
     command = tiny.command("nanochat_gka.corpus", "--source", "builtin", "--out", tmp_path / "second")
-    process = subprocess.Popen(command, env={**tiny.environment(), "PYTHONHASHSEED": "7"})
+    process = subprocess.Popen(command, env={**processes.environment(), "PYTHONHASHSEED": "7"})
     corpus.main(corpus.CorpusConfig("builtin", tmp_path / "builtin"))
     first = ParquetCorpus(tmp_path / "builtin")
     splits = {split: list(first.documents(split)) for split in SPLITS}

@@ -16,7 +16,7 @@ from nanochat_gka import pack, tokenizer
 from nanochat_gka.data import parts
 from nanochat_gka.data.loader import PackedData
 from nanochat_gka.data.tokenizer import Tokenizer
-from processes import descendants, still_there
+from processes import descendants, environment, still_there
 from tiny_pack import bins, config
 
 UNITS = 52
@@ -53,7 +53,7 @@ def start(root: Path, out: Path, units: int = 1) -> subprocess.Popen:
     """Start packing by one worker, in a session of its own, and wait until it has packed some units."""
     flags = ["--corpus", root / "corpus", "--tokenizer", root / "tokenizer", "--out", out, "--workers", 1]
     command = tiny.command("nanochat_gka.pack", *flags, "--sequence-len", 32, "--split-documents", "no")
-    options = {"text": True, "env": tiny.environment(), "start_new_session": True}
+    options = {"text": True, "env": environment(), "start_new_session": True}
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **options)
     while len(list(out.glob("train_*.json"))) < units:
         assert process.poll() is None, process.stderr.read()

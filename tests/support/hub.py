@@ -4,7 +4,7 @@ import hashlib
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
-import tiny
+import processes
 
 FOLDER = "/datasets/karpathy/fineweb-edu-100b-shuffle/resolve/main/"
 
@@ -54,13 +54,8 @@ class HubHandler(BaseHTTPRequestHandler):
         if content is None:
             self.send(404, 0)
         else:
-            self.send(
-                200,
-                len(content),
-                ETag=f'"{hashlib.sha256(content).hexdigest()}"',
-                X_Repo_Commit="a" * 40,
-                Accept_Ranges="bytes",
-            )
+            headers = {"ETag": f'"{hashlib.sha256(content).hexdigest()}"', "X_Repo_Commit": "a" * 40}
+            self.send(200, len(content), Accept_Ranges="bytes", **headers)
 
     def do_GET(self):
         name, content = self.file()
@@ -96,4 +91,4 @@ def environment(port: int) -> dict[str, str]:
     """The hub's client talks to this port."""
     hub = {"HF_ENDPOINT": f"http://127.0.0.1:{port}", "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1"}
     direct = {"HF_HUB_DISABLE_TELEMETRY": "1", "NO_PROXY": "127.0.0.1", "no_proxy": "127.0.0.1"}
-    return {**tiny.environment(), **hub, **direct}
+    return {**processes.environment(), **hub, **direct}

@@ -29,15 +29,8 @@ class Tree:
         }
 
     def command(self, *words: str, **settings: str) -> list[str]:
-        settings = {**self.settings, **settings}
-        return [
-            "make",
-            "-C",
-            str(self.folder),
-            "--no-print-directory",
-            *words,
-            *(f"{k}={v}" for k, v in settings.items()),
-        ]
+        assigned = [f"{name}={value}" for name, value in {**self.settings, **settings}.items()]
+        return ["make", "-C", str(self.folder), "--no-print-directory", *words, *assigned]
 
     def make(self, *words: str, **settings: str) -> subprocess.CompletedProcess:
         return subprocess.run(self.command(*words, **settings), capture_output=True, text=True, env=self.environment)

@@ -92,15 +92,9 @@ def server():
     """The server of this process, with the libraries. Call it before anything else starts one without them."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(LIBRARIES)
-    mine = dict(os.environ)
-    os.environ.update(
-        environment(), PYTHONPATH=os.pathsep.join(map(str, (Path(__file__).parent, Path(__file__).parents[2])))
-    )
-    try:
+    path = os.pathsep.join(map(str, (Path(__file__).parent, Path(__file__).parents[2])))
+    with mock.patch.dict(os.environ, environment(), PYTHONPATH=path):
         multiprocessing.forkserver.ensure_running()
-    finally:
-        os.environ.clear()
-        os.environ.update(mine)
     return context
 
 
@@ -153,13 +147,7 @@ class Running:
         )
 
 
-def start(
-    module: str,
-    *flags,
-    ranks: int = 1,
-    folder: Path,
-    env: dict[str, str] | None = None,
-) -> Running:
+def start(module: str, *flags, ranks: int = 1, folder: Path, env: dict[str, str] | None = None) -> Running:
     """Start a command. env: its variables, set after the libraries were imported."""
     return Running(module, flags, ranks, folder, env)
 

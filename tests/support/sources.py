@@ -25,31 +25,27 @@ def tracked(*suffixes):
 
 
 def imports(path):
-    """Absolute names of the modules that a file imports, at its top or in a function."""
+    """Absolute names that a file imports, at its top or in a function: `from a import b` is a.b."""
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module:
-            yield node.module
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
 def modules():
     """Name -> path of every module of our packages."""
-    found = {}
+    paths = {}
     for package in PACKAGES:
         for path in (ROOT / package).rglob("*.py"):
             parts = path.relative_to(ROOT).with_suffix("").parts
-            found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
-    return found
+            paths[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return paths
 
 
 def dependencies(path, names):
-    """Which of the modules `names` a file imports: `from a import b` is a.b where that is a module, and a otherwise."""
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names if alias.name in names)
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            for alias in node.names:
-                inner = f"{node.module}.{alias.name}"
-                if inner in names or node.module in names:
-                    yield inner if inner in names else node.module
+    """Which of the modules `names` a file imports."""
+    for name in imports(path):
+        package = name.rpartition(".")[0]
+        if name in names or package in names:
+            yield name if name in names else package

@@ -16,7 +16,7 @@ import pyarrow.parquet as pq
 import pytest
 
 import processes
-from processes import HANG_AFTER, environment
+from processes import HANG_AFTER
 from trainkit_gka.cli import UserError, run
 
 SEQUENCE_LEN = 32
@@ -57,9 +57,8 @@ def documents(count: int, seed: int) -> list[str]:
 def write_corpus(folder: Path, files: int = 2, docs: int = 400, row_group: int = 50) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     for index in range(files):
-        pq.write_table(
-            pa.table({"text": documents(docs, index)}), folder / f"shard_{index:05d}.parquet", row_group_size=row_group
-        )
+        table = pa.table({"text": documents(docs, index)})
+        pq.write_table(table, folder / f"shard_{index:05d}.parquet", row_group_size=row_group)
     return folder
 
 
@@ -113,30 +112,6 @@ def damage_log(path: Path, **missing: str) -> None:
     for event, key in missing.items():
         del next(line for line in reversed(lines) if line["event"] == event)[key]
     path.write_text("\n".join([*NOT_OF_THIS_RUN, *map(json.dumps, lines), *NOT_OF_THIS_RUN]) + "\n")
-
-
-def wandb_text(folder: Path) -> bytes:
-    """The records of the one offline run under `folder`, joined.
-
-    Its file is written as LevelDB's log: blocks of 32 KiB, headers of 7 bytes.
-    """
-    (path,) = folder.glob("wandb/offline-run-*/*.wandb")
-    data, place, text = path.read_bytes(), 7, b""
-    while place + 7 <= len(data):
-        room, length = 2**15 - place % 2**15, int.from_bytes(data[place + 4 : place + 6], "little")
-        if room >= 7:
-            text += data[place + 7 : place + 7 + length]
-        place += 7 + length if room >= 7 else room
-    return text
-
-
-def without_account(home: Path) -> dict[str, str]:
-    """The environment of someone who has never heard of Weights & Biases."""
-    return {
-        **{key: value for key, value in environment().items() if not key.startswith("WANDB_")},
-        "HOME": str(home),
-        "NETRC": str(home / "none"),
-    }
 
 
 @contextlib.contextmanager

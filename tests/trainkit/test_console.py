@@ -12,7 +12,7 @@ import pytest
 import gka
 from sources import ENTRY_POINT, ROOT
 from trainkit_gka.console import GROUP, main
-from trainkit_gka.extras import MissingExtra, require, require_version
+from trainkit_gka.extras import MissingExtra, require_version
 
 COMMANDS = {command.name: command.value for command in entry_points(group=GROUP)}
 NEEDS_MORE = """
@@ -46,32 +46,21 @@ def test_a_script_names_itself_where_a_run_is_continued(tmp_path):
         assert done.stdout == f"{typed} --out 'two words'\n", done
 
 
-def test_a_missing_extra_is_one_line_and_exit_code_2(tmp_path, monkeypatch, capsys):
+def test_a_missing_extra_is_one_line(tmp_path, monkeypatch, capsys):
+    """Of a script, with exit code 2, and of `python -m`, where Python prints the error."""
     (tmp_path / "needs_more").mkdir()
     (tmp_path / "needs_more/__init__.py").write_text(NEEDS_MORE)
     monkeypatch.syspath_prepend(tmp_path)
     command = entry_points(group=GROUP)["gka-pack"]
     object.__setattr__(command, "value", "needs_more.pack")
-    monkeypatch.setattr("trainkit_gka.console.entry_points", lambda **wanted: [command])
+    monkeypatch.setattr("trainkit_gka.console.entry_points", lambda **options: [command])
     with pytest.raises(SystemExit) as end:
         main()
-    assert end.value.code == 2
-    advice = 'run pip install "gka[lm]" (in a checkout: pip install -e ".[lm]")'
-    assert capsys.readouterr().err == f"error: a_module_that_nobody_has is not installed: {advice}\n"
-
-
-def test_python_m_shows_a_missing_extra_in_one_line(tmp_path):
-    (tmp_path / "needs_more").mkdir()
-    (tmp_path / "needs_more/__init__.py").write_text(NEEDS_MORE)
-    command = [sys.executable, "-m", "needs_more.pack"]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env={"PYTHONPATH": str(ROOT)})
-    assert done.returncode == 1 and done.stderr.count("\n") == 1 and '"gka[lm]"' in done.stderr
-
-
-def test_what_is_there_is_not_asked_for():
-    require(__name__, "lm", "os", "sys")
-    with pytest.raises(MissingExtra, match="a_b, c_d are not installed"):
-        require(__name__, "lm", "a_b", "os", "c_d")
+    words = [sys.executable, "-m", "needs_more.pack"]
+    done = subprocess.run(words, capture_output=True, text=True, cwd=tmp_path, env={"PYTHONPATH": str(ROOT)})
+    assert (end.value.code, done.returncode) == (2, 1)
+    for message in (capsys.readouterr().err, done.stderr):
+        assert message.count("\n") == 1 and "a_module_that_nobody_has" in message and '"gka[lm]"' in message
 
 
 def test_an_older_version_is_named(monkeypatch):

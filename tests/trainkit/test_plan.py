@@ -21,10 +21,8 @@ CPU = Runtime(0, 1, torch.device("cpu"))
 
 
 def printed(capsys) -> dict[str, str]:
-    lines = capsys.readouterr().out.splitlines()
-    return {
-        name: value for name, _, value in (re.split(r"( {2,}| (?=\S+$))", line, maxsplit=1) for line in lines if line)
-    }
+    lines = [re.split(r" {2,}| (?=\S+$)", line, maxsplit=1) for line in capsys.readouterr().out.splitlines() if line]
+    return {line[0]: line[-1] for line in lines}
 
 
 @pytest.fixture

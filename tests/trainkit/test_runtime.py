@@ -12,6 +12,7 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import tiny
+from processes import environment
 from trainkit_gka import results
 from trainkit_gka.cli import PassingFault, UserError
 from trainkit_gka.command import command_line
@@ -19,7 +20,7 @@ from trainkit_gka.distributed import Runtime, setup
 from trainkit_gka.exports import CONFIG, export_folder
 from trainkit_gka.files import atomic, atomic_folder, locked, read_json, write_json
 from trainkit_gka.progress import Pace, RunLog, read_events
-from trainkit_gka.results import append_result, describe_hardware, is_processor, peak_memory, processor_name
+from trainkit_gka.results import append_result, describe_hardware, is_processor, processor_name
 
 # Files
 
@@ -49,7 +50,7 @@ def test_atomic_folder_replaces_whole_or_not(tmp_path):
     assert (folder / "inner/new").read_text() == "new" and [path.name for path in folder.parent.iterdir()] == ["folder"]
 
 
-def test_atomic_folder_recovers_from_a_kill(tmp_path):
+def test_a_folder_is_put_back_where_a_kill_came_between_its_replacement(tmp_path):
     (tmp_path / ".tmp-replaced-folder").mkdir()
     (tmp_path / ".tmp-replaced-folder/old").touch()
     with pytest.raises(ZeroDivisionError), atomic_folder(tmp_path / "folder"):
@@ -63,10 +64,8 @@ def test_an_export_takes_the_place_of_one_of_the_same_model_alone(tmp_path):
         with export_folder(folder, lambda: True) as incoming:
             (incoming / CONFIG).write_text(content)
         (folder / "notes.txt").touch()
-    assert {path.name for path in folder.iterdir()} == {CONFIG, "notes.txt"} and (
-        folder / CONFIG
-    ).read_text() == "second"
-    with pytest.raises(UserError, match="holds another model; choose another --out"):
+    assert {path.name: path.read_text() for path in folder.iterdir()} == {CONFIG: "second", "notes.txt": ""}
+    with pytest.raises(UserError, match="another model; choose another --out"):
         export_folder(folder, lambda: False).__enter__()
     (folder / CONFIG).unlink()
     with pytest.raises(UserError, match="is not empty and does not hold an exported model"):
@@ -91,7 +90,7 @@ def test_lock_ends_with_a_killed_process(tmp_path):
     code = "import sys, time; from trainkit_gka.files import locked\n"
     code += "with locked(sys.argv[1], 'packing'): print('held', flush=True); time.sleep(60)"
     words = [sys.executable, "-c", code, tmp_path / "out"]
-    holder = subprocess.Popen(words, stdout=subprocess.PIPE, text=True, env=tiny.environment())
+    holder = subprocess.Popen(words, stdout=subprocess.PIPE, text=True, env=environment())
     assert holder.stdout.readline() == "held\n"
     with pytest.raises(UserError, match=r"another process is packing .*out; wait for it or choose another folder"):
         locked(tmp_path / "out", "packing").__enter__()
@@ -110,15 +109,6 @@ def test_lock_ends_with_a_killed_process(tmp_path):
 def test_absent_device_is_refused():
     with pytest.raises(UserError, match="no CUDA device is visible; use --device-type cpu"):
         setup("cuda")
-
-
-def test_the_seed_decides_the_numbers():
-    drawn = []
-    for seed in (1, 2, 1):
-        runtime = setup("cpu", seed)
-        drawn.append(torch.rand(3).tolist())
-    assert drawn[0] == drawn[2] != drawn[1]
-    assert (runtime.rank, runtime.world_size, runtime.device.type) == (0, 1, "cpu")
 
 
 @pytest.mark.parametrize("failures, code", [([PassingFault], 75), ([UserError], 2), ([PassingFault, UserError], 2)])
@@ -232,49 +222,42 @@ def test_a_processor_is_told_apart_by_name_instructions_and_threads(threads, mon
     threads(2)
     name = describe_hardware(torch.device("cpu"))
     monkeypatch.setenv("ATEN_CPU_CAPABILITY", "avx2")
-    held = describe_hardware(torch.device("cpu"))
-    assert name.endswith(", 2 threads") and held == name.replace(", 2 threads", " held to AVX2, 2 threads")
-    assert is_processor(name) and is_processor(held) and not is_processor("NVIDIA H100 80GB HBM3")
-    assert 100 < peak_memory(torch.device("cpu")) < 2**16  # MiB: torch alone takes more, and tests less
+    limited = describe_hardware(torch.device("cpu"))
+    assert name.endswith(", 2 threads") and limited == name.replace(", 2 threads", " held to AVX2, 2 threads")
+    assert is_processor(name) and is_processor(limited) and not is_processor("NVIDIA H100 80GB HBM3")
 
 
 def test_result_line_names_commit_command_and_hardware(tmp_path):
     path, config = tmp_path / "deep" / "results.jsonl", {"out": Path("out/runs"), "depth": 20}
     for metrics in ({"val_bpb": 0.5}, {"val_bpb": 0.25}):
-        returned = append_result(path, "pretrain", config, metrics, torch.device("cpu"), world_size=3)
-    lines = path.read_text().splitlines()
-    assert len(lines) == 2
-    record = strict(lines[1])
+        append_result(path, "pretrain", config, metrics, torch.device("cpu"), world_size=3)
+    record = strict(path.read_text().splitlines()[1])
     assert list(record) == ["kind", "date", "commit", "command", "hardware", "processes", "torch", "config", "metrics"]
     assert record["kind"] == "pretrain" and record["processes"] == 3 and record["torch"] == torch.__version__
-    assert record["config"] == {"out": "out/runs", "depth": 20}
-    assert record["metrics"] == returned["metrics"] == {"val_bpb": 0.25}
+    assert record["config"] == {"out": "out/runs", "depth": 20} and record["metrics"] == {"val_bpb": 0.25}
     assert re.fullmatch(r"\d{4}-\d\d-\d\d \d\d:\d\d", record["date"])
     assert re.fullmatch(r"[0-9a-f]{7,}\+?|unknown", record["commit"])
     assert record["command"] == command_line() != "" and is_processor(record["hardware"])
 
 
-def test_the_commit_is_that_of_the_start_and_a_changed_kernel_is_said(tmp_path, monkeypatch):
+def test_the_commit_is_that_of_the_start_and_a_changed_kernel_is_marked(tmp_path, monkeypatch):
     monkeypatch.setattr(results, "PROJECT", tmp_path)
-    git = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b"]
 
-    def commit(text):
-        for name in ("kernel.cpp", "tiles.h"):
-            (tmp_path / name).write_text(text)
-        for words in (["init", "-q"], ["add", "."], ["commit", "-qm", "a"]):
-            subprocess.run([*git, *words], check=True)
-        return results.git_commit.__wrapped__()
+    def git(*words):
+        subprocess.run(["git", "-C", tmp_path, "-c", "user.name=a", "-c", "user.email=a@b", *words], check=True)
 
-    first = commit("// 1")
+    for name in ("kernel.cpp", "tiles.h"):
+        (tmp_path / name).write_text("// 1")
+    git("init", "-q")
+    git("add", ".")
+    git("commit", "-qm", "a")
     results.git_commit.cache_clear()
-    assert results.git_commit() == first and not first.endswith("+")
-    second = commit("// 2")
-    assert results.git_commit() == first != second
+    first = results.git_commit()
     (tmp_path / "notes.md").write_text("what decides nothing")
-    assert results.git_commit.__wrapped__() == second
+    assert results.git_commit.__wrapped__() == first != "unknown"
     for name in ("kernel.cpp", "tiles.h", "new.py"):
-        (tmp_path / name).write_text("// 3")
-        assert results.git_commit.__wrapped__() == f"{second}+"
-        subprocess.run([*git, "checkout", "-q", "."], check=True)
-        subprocess.run([*git, "clean", "-qf", "--", name], check=True)
+        (tmp_path / name).write_text("// 2")
+        assert results.git_commit.__wrapped__() == f"{first}+" and results.git_commit() == first
+        git("checkout", "-q", ".")
+        git("clean", "-qf", "--", name)
     results.git_commit.cache_clear()
