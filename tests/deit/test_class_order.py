@@ -112,15 +112,6 @@ def test_a_run_whose_classes_are_in_another_order_is_scored_by_name(places, tmp_
     assert top1 == 100 and "'2' is 4, not 2" in output
 
 
-@pytest.mark.parametrize("numbers", [range(12), range(1, 13), range(0, 120, 10)])
-def test_numbers_sorted_as_text_are_matched_with_words_by_value(numbers):
-    """From 0, from 1 (as Flowers-102's are) and with gaps."""
-    known, words = sorted(map(str, numbers)), [f"word{place:02d}" for place in range(len(numbers))]
-    places, note = numbers_in_model(words, "data", known, "model")
-    assert [known[place] for place in places] == [str(number) for number in numbers] and note
-    assert numbers_in_model(words, "data", [f"n{name}" for name in known], "model")[0] == list(range(12))
-
-
 @pytest.mark.parametrize("teacher", ["old", "exported-old"])
 def test_a_teacher_whose_classes_are_in_another_order_teaches_by_name(teacher, places):
     """Of its answers in its own order, the student gets those to its classes."""

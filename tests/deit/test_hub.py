@@ -4,11 +4,11 @@ import json
 import pickle
 from collections import Counter
 from pathlib import Path
+from unittest.mock import Mock
 
 import datasets
 import pytest
 
-from deit_gka import evaluate
 from deit_gka import train as training
 from deit_gka.data.batch import Images
 from deit_gka.data.order import Order
@@ -94,45 +94,36 @@ def test_dataset_of_parquet_files(form, parquet):
     assert check_classes(train, val) == []
 
 
-def test_dataset_of_image_files(tmp_path):
-    write(tmp_path / "train/cat/a.png", png(1))
-    lost = write(tmp_path / "train/dog/b.png", png(2))
-    source, stream = (open_source(f"{form}:{tmp_path}", "train") for form in ("hf", "hf-stream"))
+@forms
+def test_dataset_of_image_files(form, tmp_path):
+    for value, name in enumerate(("cat", "dog")):
+        write(tmp_path / f"train/{name}/a.png", png(value))
+    source = open_source(f"{form}:{tmp_path}", "train")
     assert source.classes == ["cat", "dog"]
-    assert sorted((value_of(record), record[1]) for record in records_of(source)) == [(1, 0), (2, 1)]
-    lost.unlink()  # which does not end the pass
-    first, second = sorted(records_of(stream), key=lambda record: record[1])
-    assert value_of(first) == 1 and second[0] == b"" and "b.png" in second[2]
+    assert sorted((value_of(record), record[1]) for record in records_of(source)) == [(0, 0), (1, 1)]
 
 
-def test_mistakes_about_datasets(tmp_path):
-    assert all(words in error("hf:someone/nothing") for words in ("someone/nothing", "local copy"))
-    write_parquet(tmp_path / "b", "train", [2], features={"image": IMAGE, "id": NUMBER})
-    assert "image (Image), id (int64)" in error(f"hf:{tmp_path / 'b'}")
+def test_datasets_that_cannot_serve_are_one_line(tmp_path, monkeypatch):
+    """What is wrong with a dataset is a mistake; a network that fails is worth another try."""
+    assert "someone/nothing" in error("hf:someone/nothing")
+    write_parquet(tmp_path / "a", "train", [2], features={"image": IMAGE, "id": NUMBER})
+    assert "image (Image), id (int64)" in error(f"hf:{tmp_path / 'a'}")
+    write_parquet(tmp_path / "b", "train", [2], label=[1, -1])
+    assert "without labels" in error(f"hf:{tmp_path / 'b'}")
     write_parquet(tmp_path / "c", "train", [2], label=[1, -1])
-    assert "without labels" in error(f"hf:{tmp_path / 'c'}")
+    stream = open_source(f"hf-stream:{tmp_path / 'c'}", "train")
     with pytest.raises(UserError, match="has no label"):
-        records_of(open_source(f"hf-stream:{tmp_path / 'c'}", "train"))
-    write(tmp_path / "d/data/train-0.parquet", b"PAR1 not really")
-    assert "cannot be loaded" in error(f"hf:{tmp_path / 'd'}") and "hf auth" not in error(f"hf:{tmp_path / 'd'}")
-
-
-GATED = datasets.exceptions.DatasetNotFoundError("Dataset 'x' is a gated dataset on the Hub.\nMore lines.")
-FAILURES = [
-    (GATED, UserError, "gated dataset on the Hub. A gated .*https://huggingface.co/datasets/ILSVRC/imagenet-1k"),
-    (ConnectionError("Couldn't reach it"), PassingFault, "cannot be loaded"),  # worth another try
-]
-
-
-@pytest.mark.parametrize("failure, kind, words", FAILURES)
-def test_what_the_hub_raises_is_one_line(failure, kind, words, monkeypatch):
-    def fail(name):
-        raise failure
-
-    monkeypatch.setattr(datasets, "get_dataset_config_names", fail)
-    with one_line_error(words) as caught:
-        open_source("hf-stream:ILSVRC/imagenet-1k", "train")
-    assert caught.type is kind
+        records_of(stream)
+    with pytest.raises(UserError, match="dataset_info"):
+        len(stream)
+    write(tmp_path / "c/data/train-00000-of-00001.parquet", b"gone")
+    with one_line_error("hf-stream:") as caught:
+        records_of(stream)
+    assert caught.type is PassingFault
+    monkeypatch.setattr(datasets, "get_dataset_config_names", Mock(side_effect=ConnectionError("Couldn't reach it")))
+    with one_line_error("hf:ILSVRC/imagenet-1k") as caught:
+        open_source("hf:ILSVRC/imagenet-1k", "train")
+    assert caught.type is PassingFault
 
 
 # Streams
@@ -144,50 +135,25 @@ def drain(stream, *args, **options) -> list[int]:
     return [value_of(record) for record in records]
 
 
-@pytest.fixture(scope="module")
-def streams(parquet):
-    return [open_source(f"hf-stream:{parquet}", split) for split in ("train", "val")]
-
-
 @pytest.mark.parametrize("ranks", [1, 2, 3])
-def test_ranks_share_a_stream(streams, ranks):
-    for stream in streams:
+def test_ranks_share_a_stream(ranks, parquet, tmp_path):
+    """Also where there are so many files that a rank reads its own alone."""
+    write_parquet(tmp_path, "train", [1, 4, 2, 3, 1, 1, 2, 5, 1, 1, 1, 1, 1, 1, 1, 1, 2])
+    for folder, split, size in ((parquet, "train", 23), (parquet, "val", 5), (tmp_path, "train", 29)):
+        stream = open_source(f"hf-stream:{folder}", split)
         parts = [drain(stream, 4, rank, ranks, seed=7) for rank in range(ranks)]
-        assert sorted(v for part in parts for v in part) == list(range(len(stream))) and all(parts)
-    parts = [
-        evaluation_batches(streams[1], eval_transform(SIZE, 1.0), runtime(rank, ranks), 4, 0) for rank in range(ranks)
-    ]
+        assert sorted(v for part in parts for v in part) == list(range(size)) and all(parts)
+    val, transform = open_source(f"hf-stream:{parquet}", "val"), eval_transform(SIZE, 1.0)
+    parts = [evaluation_batches(val, transform, runtime(rank, ranks), 4, 0) for rank in range(ranks)]
     assert sorted(label for part in parts for batch in part for label in batch.labels.tolist()) == [0, 0, 0, 1, 1]
 
 
-def test_ranks_get_whole_shards_if_there_are_enough(tmp_path):
-    write_parquet(tmp_path, "train", [1, 4, 2, 3, 1, 1, 2, 5, 1, 1, 1, 1, 1, 1, 1, 1, 2])  # 17 files for 2 ranks
-    stream, second_file = open_source(f"hf-stream:{tmp_path}", "train"), {1, 2, 3, 4}
-    for epoch in range(3):
-        parts = [drain(stream, epoch, rank, 2) for rank in range(2)]
-        assert sorted(v for part in parts for v in part) == list(range(29))
-        assert all(second_file & set(part) in (second_file, set()) for part in parts)
-    with pytest.raises(UserError, match=r"dataset_info.*hf: instead"):
-        len(stream)
-
-
-def test_stream_order_depends_on_epoch_and_seed(parquet, streams):
-    train, val = streams
-    orders = [drain(train, epoch, 0, 1, seed=seed) for epoch, seed in ((0, 0), (1, 0), (0, 1), (2**31 - 1, 0))]
-    assert all(orders[i] != orders[j] for i in range(4) for j in range(i)) and list(range(23)) not in orders
-    assert drain(open_source(f"hf-stream:{parquet}", "train"), 1, 0, 1) == orders[1]
-    passes = train.records(1, 0, 1), train.records(0, 0, 1)  # two passes at once do not disturb each other
-    together = [value_of(record) for pair in zip(*passes) for record in pair]
-    assert together == [v for pair in zip(orders[1], orders[0]) for v in pair]
+def test_stream_order_depends_on_epoch_and_seed(parquet):
+    train, again, val = (open_source(f"hf-stream:{parquet}", split) for split in ("train", "train", "val"))
+    orders = [drain(train, epoch, 0, 1, seed=seed) for epoch, seed in ((0, 0), (1, 0), (0, 1))]
+    assert all(orders[i] != orders[j] for i in range(3) for j in range(i)) and list(range(23)) not in orders
+    assert drain(again, 1, 0, 1) == orders[1]
     assert drain(val, 0, 0, 1) == drain(val, 3, 0, 1) == list(range(5))
-
-
-def test_broken_stream_is_one_line(tmp_path):
-    write_parquet(tmp_path, "train", [3, 3])
-    stream = open_source(f"hf-stream:{tmp_path}", "train")
-    write(tmp_path / "data/train-00001-of-00002.parquet", b"gone")
-    with pytest.raises(PassingFault):
-        records_of(stream)
 
 
 def test_training_on_a_stream_resumes_with_the_same_records(tmp_path, monkeypatch):
@@ -199,13 +165,7 @@ def test_training_on_a_stream_resumes_with_the_same_records(tmp_path, monkeypatc
         parts = [drawn(order, 0, 8) for order in orders]
         # From mid-epoch, over an epoch's end.
         assert [drawn(order, 2, 7) for order in orders] == [part[2:7] for part in parts]
-        updates = union(parts)
-        items = [
-            [value_of(update[place].item) for update in updates[start:][:4] for place in range(10)] for start in (0, 4)
-        ]
-        if ranks == 1:
-            assert sorted(items[0]) == sorted(items[1]) == list(range(40)) and items[0] != items[1]
-        seeds = [key.seed for update in updates for key in update.values()]
+        seeds = [key.seed for update in union(parts) for key in update.values()]
         assert len(set(seeds)) == len(seeds) == 80
     keys = list(parts[0][0].values())
     batch = Images(stream, train_transform(recipe), training=True).__getitems__(keys)
@@ -231,17 +191,13 @@ def test_parts_of_a_split(tmp_path):
 @forms
 def test_numbers_are_classes_up_to_the_largest_of_training(form, tmp_path):
     features = {"image": IMAGE, "label": NUMBER}
-    for split, size in (("train", 9), ("validation", 4)):
-        write_parquet(tmp_path, split, [size], features=features, label=[v % 9 for v in range(size)])
-    for split, size in (("train", 9), ("val", 4)):
-        source = open_source(f"{form}:{tmp_path}", split)
-        assert source.classes == [str(number) for number in range(9)]
-        assert sorted(record[1] for record in records_of(source)) == list(range(size))
-    write_parquet(tmp_path, "validation", [4], features=features, label=[0, 1, 9, 2])
+    for split, labels in (("train", list(range(9))), ("validation", [0, 1, 9, 2])):
+        write_parquet(tmp_path, split, [len(labels)], features=features, label=labels)
+    source = open_source(f"{form}:{tmp_path}", "train")
+    assert source.classes == [str(number) for number in range(9)]
+    assert sorted(record[1] for record in records_of(source)) == list(range(9))
     with pytest.raises(UserError, match="label 9"):
         records_of(open_source(f"{form}:{tmp_path}", "val"))
-    write_parquet(tmp_path / "ids", "train", [2], features=features, label=[7, 12_345_678])
-    assert "12345678" in error(f"{form}:{tmp_path / 'ids'}")
 
 
 # What a run was trained on is what continuing and evaluating it read
@@ -271,11 +227,8 @@ def configurations(tmp_path_factory):
 def test_configurations_splits_and_columns_are_chosen_by_name(form, configurations):
     data, full = f"{form}:{configurations}", dict(data_config="full", target_key="fine")
     assert "--data-config: small, full" in error(data)
-    assert "'huge'" in error(data, data_config="huge")
-    message = error(data, "val", **full)  # test is never taken for val
-    assert "--val-split" in message and "train, test" in message
+    assert "--val-split" in error(data, "val", **full)  # test is never taken for val
     assert "--target-key" in error(data, data_config="full")
-    assert "'image'" in error(data, data_config="full", target_key="image")
     for key, classes in (("coarse", ["cat", "dog"]), ("fine", ["a", "b", "c"])):
         parts = DataParts(data_config="full", val_split="test", target_key=key, input_key="image")
         source = open_source(data, "val", parts)
@@ -303,16 +256,3 @@ def test_a_run_keeps_the_parts_of_its_data(configurations, tmp_path, capsys):
     assert all(again["metrics"]["model"][key] == trained["metrics"][key] for key in ("top1", "images"))
     other = evaluated(tmp_path, "--run", tmp_path / "run", "--data", data, "--val-split", "train")
     assert other["metrics"]["model"]["images"] == 24  # the rest is still the run's
-    other, note = evaluate.completed(evaluate.EvaluateConfig(run=tmp_path / "run", data="digits", target_key="x"))
-    assert other.given_parts() == {"target_key": "x"} and "--data-config full --val-split test" in note
-
-
-def test_a_folder_that_was_read_does_not_stand_in_for_the_hub(tmp_path, monkeypatch):
-    """Offline, `datasets` takes what it has kept under the last word of a name."""
-    write_parquet(tmp_path / "cifar10", "train", [4])
-    write_parquet(tmp_path / "cifar10", "validation", [4])
-    assert len(open_source(f"hf:{tmp_path / 'cifar10'}", "train")) == 4
-    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    with pytest.raises(PassingFault, match="hf:cifar10"):
-        open_source("hf:cifar10", "train")

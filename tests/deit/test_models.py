@@ -12,12 +12,10 @@ from torch import nn
 from torchvision.models.feature_extraction import create_feature_extractor
 
 from deit_gka.figures.maps import attention_maps
-from deit_gka.model.accounting import cost_of
-from deit_gka.model.attention import ATTENTION, attention_layers, kind_of, operators_of
+from deit_gka.model.attention import ATTENTION, kind_of
 from deit_gka.model.checkpoints import build
 from deit_gka.model.plain import plain
 from deit_gka.model.registry import MODELS, model_name
-from deit_gka.training.engine import bandwidths, wrong_bandwidths
 from gka import KINDS, GaussianKernelAttention, testing
 from sharding import check_trains_as_in_bfloat16, process_group
 from tiny_vit import SMALL, create, kinds, small
@@ -38,6 +36,8 @@ def test_every_registered_model_has_its_kind_and_heads(model):
     vit = timm.create_model(model_name(*model), **{**SMALL, "num_heads": 3}).eval()
     assert kinds_of(vit) == 2 * KINDS[kind].letter and timm.is_model(model_name(size, kind, distilled))
     assert vit.num_prefix_tokens == 1 + distilled and vit(torch.randn(2, 3, 32, 32)).shape == (2, 5)
+    features = timm.create_model(model_name(*model), features_only=True, **{**SMALL, "depth": 3})
+    assert [maps.shape for maps in features(torch.randn(2, 3, 32, 32))] == 3 * [(2, 24, 2, 2)]
     assert timm.get_pretrained_cfg(model_name(*model)).crop_pct == 0.875
 
 
@@ -60,25 +60,6 @@ def test_layers_are_those_of_their_kinds(images):
     timms = build("vit_tiny_patch16_224", 5, 32, attention=ALL, embed_dim=24, num_heads=3, depth=3).eval()
     timms.load_state_dict(hybrid.state_dict())
     assert kinds_of(timms) == ALL and torch.equal(timms(images), hybrid(images))
-
-
-def test_every_layer_of_two_side_by_side_is_ours_and_reports_its_bandwidths():
-    model = build("vit_small_patch16_18x2_224", depth=2, embed_dim=24, num_heads=3, attention="gka")
-    assert [type(layer) for layer in attention_layers(model)] == [ATTENTION["gka"]] * 4
-    assert [(layer, len(sigma)) for layer, sigma in bandwidths(model)] == [(0, 3), (1, 3), (2, 3), (3, 3)]
-    with torch.no_grad():
-        attention_layers(model)[2].log_sigma[1] = -20
-    assert list(wrong_bandwidths(model)) == ["sigma of layer_2, head 1"]
-
-
-# The smallest that timm has of families whose blocks have no attention, or one under another name.
-OTHERS = ["mobilenetv3_small_050", "mixer_s32_224", "swin_tiny_patch4_window7_224", "vit_pwee_patch16_reg1_gap_256"]
-
-
-@pytest.mark.parametrize("name", OTHERS)
-def test_what_a_run_reports_of_a_model_works_for_any_of_timms(name):
-    model = timm.create_model(name, device="meta", num_classes=5)
-    assert list(bandwidths(model)) == [] and operators_of(model) == [] and cost_of(model) is None
 
 
 # Settings
@@ -105,22 +86,6 @@ def test_channel_bandwidths_and_bare_norms_change_these_tensors_alone(images):
         torch.testing.assert_close(model(images), usual(images))
 
 
-@kinds
-def test_built_on_the_meta_device(kind):
-    with torch.device("meta"):
-        model = create(kind)
-    assert all(p.is_meta for p in model.parameters())
-    model = model.to_empty(device="cpu")
-    for p in model.parameters():
-        nn.init.constant_(p, float("nan"))  # what to_empty leaves may be anything
-    model.init_weights()
-    model.norm.reset_parameters()
-    assert all(torch.isfinite(p).all() for p in model.parameters())
-    attention, fresh = model.blocks[1].attn, create(kind).blocks[1].attn
-    for name in ("log_sigma", "value_bias"):
-        torch.testing.assert_close(getattr(attention, name, None), getattr(fresh, name, None))
-
-
 REFUSED = {
     "pretrained": (dict(pretrained=True), "pretrained"),
     "norms of queries and keys": (dict(qk_norm=True), "qk_norm"),
@@ -144,14 +109,13 @@ def test_wrong_settings_are_refused(case):
     assert "\n" not in str(caught.value)
 
 
-def test_models_that_would_ignore_our_attention_say_so():
-    for name in ("attention", "attn_layer"):
-        with pytest.raises(UserError, match="GA"):
-            build("vit_pwee_patch16_reg1_gap_256", depth=2, embed_dim=48, num_heads=2, **{name: "GA"})
-    with pytest.raises(UserError, match="spatial_offsets"):
-        build(SOFTMAX, spatial_offsets="LU")
-    with pytest.raises(ValueError, match=f"attn_layer of {GKA} .* Attention"):
-        timm.create_model(GKA, attn_layer=timm.layers.Attention)
+@pytest.mark.parametrize("name, setting", [
+    ("vit_pwee_patch16_reg1_gap_256", "attention"), ("vit_pwee_patch16_reg1_gap_256", "attn_layer"),
+    (SOFTMAX, "spatial_offsets"),
+])  # fmt: skip
+def test_models_that_would_ignore_a_setting_are_refused(name, setting):
+    with pytest.raises(UserError, match=setting if setting == "spatial_offsets" else "GA"):
+        build(name, depth=2, embed_dim=48, num_heads=2, **{setting: "LU" if setting == "spatial_offsets" else "GA"})
 
 
 # Copies and files
@@ -160,6 +124,7 @@ SAVED = {
     "gka": (GKA, dict(sigma_squared=3.0, impl="reference")),
     "vlt": (GKA, dict(attention="V", value_bias=False)),
     "hybrid": (GKA, dict(attention=ALL, depth=3)),
+    "no biases": (GKA, dict(attention=ALL, depth=3, qkv_bias=False)),
     "distilled": ("deit_tiny_gka_distilled_patch16_224", {}),
     "timm's own": ("vit_tiny_patch16_224", dict(attention=ALL, depth=3)),
     "offsets": (GKA, dict(attention=ALL, depth=3, spatial_offsets="LUD", img_size=[32, 48])),
@@ -202,16 +167,21 @@ def test_softmax_model_is_timms_own(tmp_path):
 
 
 @kinds
-def test_intermediate_features(kind, images):
-    model = small(kind, depth=3).eval()
-    final, maps = model.forward_intermediates(images, indices=[0, 2])
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("offsets", ["", "LU"])
+def test_traces_and_exports_compute_the_same_for_another_batch(kind, fused, offsets, images):
+    """By torch.fx, whose graph torchvision's extractor reads, torch.jit.trace and torch.export."""
+    model, more = small(kind, spatial_offsets=offsets).eval(), torch.randn(3, 3, 32, 32)
+    program = torch.export.export(model, (images,), dynamic_shapes=({0: torch.export.Dim("batch")},))
+    for traced in (torch.fx.symbolic_trace(model), torch.jit.trace(model, images), program.module()):
+        torch.testing.assert_close(traced(more), model(more))
+    mask = torch.ones(5, 5, dtype=torch.bool).tril()  # an input of the graph
+    torch.testing.assert_close(torch.fx.symbolic_trace(model)(more, mask), model(more, mask))
+    final, (first, last) = model.forward_intermediates(images, indices=[0, 1])
     torch.testing.assert_close(final, model.forward_features(images))
-    extractor = create(kind, depth=3, features_only=True).eval()
-    assert extractor.feature_info.channels() == [24] * 3 and extractor.feature_info.reduction() == [16] * 3
-    trunk = {name: t for name, t in model.state_dict().items() if not name.startswith(("norm.", "head."))}
-    extractor.model.load_state_dict(trunk, strict=False)
-    features = extractor(images)
-    torch.testing.assert_close([features[0], features[2]], maps)
+    extracted = create_feature_extractor(model, {"blocks.0": "first", "blocks.1": "last"})(images)
+    for taken, tokens in ((first, extracted["first"]), (last, extracted["last"])):
+        torch.testing.assert_close(taken, tokens[:, 1:].transpose(1, 2).unflatten(2, (2, 2)))
 
 
 @kinds
@@ -226,63 +196,26 @@ def test_compile_is_one_graph_and_changes_nothing(kind, fused, images):
         torch.testing.assert_close(q.grad, p.grad)
 
 
-@kinds
-@pytest.mark.filterwarnings("ignore")
-def test_export_and_trace_with_a_free_batch_size(kind, images):
-    model, more = small(kind).eval(), torch.randn(3, 3, 32, 32)
-    program = torch.export.export(model, (images,), dynamic_shapes=({0: torch.export.Dim("batch")},))
-    torch.testing.assert_close(program.module()(more), model(more))
-    torch.testing.assert_close(torch.jit.trace(model, images)(more), model(more))
-
-
-@kinds
-@pytest.mark.filterwarnings("ignore:The nodes obtained")
-@pytest.mark.parametrize("settings", [dict(attn_drop_rate=0.1), dict(spatial_offsets="LU")], ids=str)
-def test_symbolic_trace_of_any_batch_and_mask(kind, fused, settings):
-    """As timm's own model: masks are inputs of the graph. torchvision's extractor traces so."""
-    model = small(kind, **settings).eval()
-    traced = pickle.loads(pickle.dumps(torch.fx.symbolic_trace(model)))
-    traced.load_state_dict({name: p.detach() for name, p in model.named_parameters()}, assign=True)
-    for batch, mask in ((1, None), (3, None), (3, torch.ones(5, 5, dtype=torch.bool).tril())):
-        more = torch.randn(batch, 3, 32, 32)
-        assert torch.equal(traced(more, mask), model(more, mask))
-    extracted, wanted = create_feature_extractor(model, {"blocks.1.attn.proj": "mixed"})(more), []
-    model.blocks[1].attn.proj.register_forward_hook(lambda layer, inputs, y: wanted.append(y))
-    model(more)
-    assert torch.equal(extracted["mixed"], wanted[0])
-
-
 # Precision
 
 
-def rounding_of_the_twin(images, run) -> float:
-    """The relative error bfloat16 costs timm's own model of the same shape, plus one rounding."""
-    twin = small("softmax").eval()
-    return testing.error(run(copy.deepcopy(twin), images), twin(images)) + torch.finfo(torch.bfloat16).eps
-
-
 @kinds
-def test_bfloat16_keeps_float32_bandwidths(kind, images):
-    model = small(kind, dtype=torch.bfloat16).eval()
-    want = copy.deepcopy(model).float()(images)
-    for name, p in model.named_parameters():
-        assert p.dtype == (torch.float32 if "log_sigma" in name else torch.bfloat16)
-    y = model(images.bfloat16())
-    assert y.dtype == torch.bfloat16
-    assert testing.error(y, want) <= 2 * rounding_of_the_twin(images, lambda twin, x: twin.bfloat16()(x.bfloat16()))
+@pytest.mark.parametrize("autocast, fused", [(False, True), (True, True), (True, False)], indirect=["fused"])
+def test_the_error_in_bfloat16_is_that_of_timms_softmax(kind, autocast, fused, images):
+    """Bandwidths stay float32."""
+    dtype = torch.float32 if autocast else torch.bfloat16
 
+    def output(model):
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            y = model(images.to(dtype))
+        assert y.dtype == torch.bfloat16
+        return y
 
-@kinds
-def test_autocast_error_is_no_larger_than_softmax(kind, fused, images):
-    model = small(kind).eval()
-
-    def under_autocast(model, x):
-        with torch.autocast("cpu", torch.bfloat16):
-            return model(x)
-
-    y = under_autocast(model, images)
-    assert y.dtype == torch.bfloat16
-    assert testing.error(y, model(images)) <= 2 * rounding_of_the_twin(images, under_autocast)
+    model, twin = small(kind, dtype=dtype).eval(), small("softmax").eval()
+    assert all(p.dtype == (torch.float32 if "log_sigma" in name else dtype) for name, p in model.named_parameters())
+    want, twins = copy.deepcopy(model).float()(images), twin(images)
+    allowed = testing.error(output(twin.to(dtype)), twins) + torch.finfo(torch.bfloat16).eps
+    assert testing.error(output(model), want) <= 2 * allowed
 
 
 def test_fsdp_in_bfloat16(fused, images, tmp_path):
