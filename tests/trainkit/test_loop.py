@@ -134,22 +134,25 @@ def test_kill_before_the_finish_record_loses_nothing(config, uninterrupted):
     assert len(read_results(config.results)) == 1
 
 
-def test_an_end_between_the_result_and_the_finish_record_records_the_run_once(config, monkeypatch):
-    """Another run of the same settings has a line of its own."""
+@pytest.mark.parametrize("appended", [True, False])
+def test_an_end_before_the_finish_record_records_the_run_once(config, monkeypatch, appended):
+    """An earlier run of the same settings has a line of its own."""
+    launch(replace(config, out=config.out / "earlier"), ToyTrainer)
+    line = json.loads(config.results.read_text())
+    config.results.write_text(json.dumps({**line, "date": "2020-01-01 00:00"}) + "\n")
 
     def append_and_end(*record):
-        append_result(*record)
+        if appended:
+            append_result(*record)
         raise KeyboardInterrupt
 
     monkeypatch.setattr(loop, "append_result", append_and_end)
     with pytest.raises(KeyboardInterrupt):
         launch(config, ToyTrainer)
     monkeypatch.undo()
-    assert len(read_results(config.results)) == 1 and not events(config, "finish")
+    assert len(read_results(config.results)) == 1 + appended and not events(config, "finish")
     launch(config, ToyTrainer)
-    assert len(read_results(config.results)) == 1 and events(config, "finish") == [STEPS]
-    launch(replace(config, out=config.out / "again"), ToyTrainer)
-    assert len(read_results(config.results)) == 2
+    assert len(read_results(config.results)) == 2 and events(config, "finish") == [STEPS]
 
 
 def test_incomplete_finish_record_does_not_count(config):
