@@ -12,19 +12,14 @@ GKA, SOFTMAX = "deit_tiny_gka_patch16_224", "deit_tiny_patch16_224"
 TINY = ["--model-kwargs", f"img_size={SIZE}", *(f"{key}={value}" for key, value in SHAPE.items())]
 
 
-def vision_run(folder, name=GKA, seed=0, widen=0.0, strong=False, trained_on="digits", **recipe):
-    """A run's folder with one checkpoint and no training behind it. widen: how far log σ is spread.
-
-    strong: weights so large that attention changes what the model says.
-    """
+def vision_run(folder, name=GKA, seed=0, widen=0.0, trained_on="digits", **recipe):
+    """A run's folder with one checkpoint and no training behind it. widen: how far log σ is spread."""
     about = {"name": name, "num_classes": 10, "input_size": SIZE, "kwargs": SHAPE}
     torch.manual_seed(seed)
     model = build(name, 10, SIZE, **SHAPE)
     if widen:
         for block in model.blocks:
             block.attn.log_sigma.data += widen * torch.rand(len(block.attn.log_sigma))
-    for parameter in (p for p in model.parameters() if strong and p.ndim > 1):
-        torch.nn.init.normal_(parameter, std=parameter[0].numel() ** -0.5)
     colours = {"mean": IMAGENET_DEFAULT_MEAN, "std": IMAGENET_DEFAULT_STD}
     recipe = {"crop_pct": 1.0, "input_size": SIZE, **colours, "model": name, "seed": seed, "lr": 0.1, **recipe}
     state = {
