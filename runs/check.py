@@ -97,6 +97,9 @@ def words(settings, *names):
 
 
 def main(targets):
+    if "--help" in targets:
+        print(__doc__)
+        return
     try:
         check(targets, {name: value for name, value in os.environ.items() if value})
     except Problem as problem:

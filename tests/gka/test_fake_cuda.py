@@ -61,7 +61,7 @@ def test_auto_takes_the_kernels_as_if_the_gpu_could_run_them():
     lengths = torch.zeros(2, dtype=torch.int64, device="cuda")
     padding = torch.zeros(2, 20, dtype=torch.bool, device="cuda")
     assert select_impl(features(), lengths=lengths) == select_impl(features(), key_padding_mask=padding) == "triton"
-    assert select_impl(features(), key_padding_mask=padding, window=5, constant_norm=True) == "flex"
+    assert select_impl(features(), key_padding_mask=padding, window=5, constant_norm=True) == "triton"  # it is packed
     wide = torch.empty(1, 20, 1, 256, device="cuda")  # too wide for the kernels
     assert (select_impl(wide), select_impl(wide, causal=True), select_impl(wide, window=5)) == ("sdpa", "sdpa", "flex")
     with pytest.raises(ValueError, match="backward pass cannot be traced without a GPU"):
