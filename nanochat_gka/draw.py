@@ -16,7 +16,6 @@ from nanochat_gka.figures.families import FAMILIES, why_not
 from nanochat_gka.figures.matrices import draw_matrices
 from nanochat_gka.figures.rows import TOKENS, draw_rows
 from nanochat_gka.figures.subjects import subjects_of
-from nanochat_gka.figures.words import find
 from trainkit_gka.cli import Bounds, CountOrAll, UserError, run
 
 TEXT = "If the list is empty, the method raises an error. If the list has one item, the method returns it."
@@ -77,13 +76,13 @@ def read_text(config: DrawConfig) -> str:
 
 
 def find_queries(config: DrawConfig, words: list[str]) -> list[int]:
-    """The tokens of --query. Raises UserError, naming the tokens that there are, for one that is not drawn."""
+    """The last token that reads as each of --query. Raises UserError, naming those that are drawn, for another one."""
     drawn = words if config.tokens < 0 else words[: config.tokens]
-    try:
-        return find(drawn, config.query)
-    except KeyError as error:
-        known = " ".join(dict.fromkeys(word.strip() for word in drawn if word.strip()))
-        raise UserError(f'--query "{error.args[0]}" is not one of the tokens that are drawn: {known}') from None
+    places = {word.strip(): place for place, word in enumerate(drawn)}
+    if unknown := [query for query in config.query if query.strip() not in places]:
+        known = " ".join(filter(None, places))
+        raise UserError(f'--query "{unknown[0]}" is not one of the tokens that are drawn: {known}')
+    return sorted({places[query.strip()] for query in config.query})
 
 
 def main(config: DrawConfig) -> None:
@@ -93,12 +92,10 @@ def main(config: DrawConfig) -> None:
         raise UserError(f"{config.demo} has no language runs: give --run")
     subjects = subjects_of([*paths, *config.twin], text, config.step)
     abouts = [subject.about for subject in subjects]
-    twice = next((about for about in abouts if abouts.count(about) > 1), None)
-    if twice:
+    if twice := next((about for about in abouts if abouts.count(about) > 1), None):
         raise UserError(f"{twice} is given twice: drawn together, models need names of their own")
     for subject in subjects:
-        error = max(layer.error for layer in subject.layers)
-        depth = len(subject.layers)
+        error, depth = max(layer.error for layer in subject.layers), len(subject.layers)
         print(f"{subject.about}: W of {depth} layers gives the model's output, relative error up to {error:.1e}")
     depth = max(len(subject.layers) for subject in subjects)
     if max(config.layer, default=1) > depth:
@@ -110,8 +107,7 @@ def main(config: DrawConfig) -> None:
         "matrices": functools.partial(draw_matrices, tokens=config.tokens),
     }
     for family in config.family or FAMILIES:
-        reason = why_not(family, subjects)
-        if reason:
+        if reason := why_not(family, subjects):
             print(f"{family}: not drawn, {reason}")
             continue
         for figure in draws[family](subjects, config.out / subjects[0].model):

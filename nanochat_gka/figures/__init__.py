@@ -1,2 +1,1 @@
-"""The paper's figures for language models: a file for every family. `maps` computes W, `measures` what is read off
-it; the others draw."""
+"""The paper's figures for language models. `maps` computes W, `subjects` what is drawn; the other files draw it."""

@@ -1,20 +1,44 @@
 """What every head does, as tables: how many tokens it weights, how far back it looks, and what it gives to itself, to
-the token before and to the first one."""
+the token before and to the first one.
 
-from collections.abc import Sequence
+Measures are means over the queries of a text, (..., T, T) -> (...), of weights by the token whose value is mixed
+(`LayerWeights.reads`). The first token sees itself alone, whatever the head: it is left out. T must be at least 2.
+"""
+
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
 import torch
 from matplotlib.colors import Normalize
 
-from nanochat_gka.figures.measures import MEASURES, uniform
-from nanochat_gka.figures.subjects import TextSubject, caption
+from gka.masking import Mask
+from nanochat_gka.figures.maps import LayerWeights
+from nanochat_gka.figures.subjects import TextSubject, caption, rows_by_head
 from trainkit_gka.figures.charts import heat_map
+from trainkit_gka.figures.measures import diagonal_mass, effective_tokens
 from trainkit_gka.figures.sheet import name_above, save, sheet
 from trainkit_gka.plots import Figure
 
 UNIFORM = "uniform"  # the name of the row below the heads
+
+
+def attended_distance(weights: torch.Tensor) -> torch.Tensor:
+    """How many tokens back a query looks: the distance weighted by its row."""
+    places = torch.arange(weights.shape[-1])
+    distances = (places[:, None] - places).clamp(min=0)
+    return (weights * distances).sum(-1)[..., 1:].mean(-1)
+
+
+MEASURES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    # exp(entropy) of a row: 1 where one token has all the weight, i + 1 where query i weights all it sees alike.
+    "effective tokens": lambda weights: effective_tokens(weights[..., 1:, :]),
+    "weight of itself": lambda weights: diagonal_mass(weights[..., 1:, 1:]),
+    "weight of the token before": lambda weights: diagonal_mass(weights[..., 1:, :-1]),
+    # Where heads may leave the weight that they have no use for.
+    "weight of the first token": lambda weights: weights[..., 1:, 0].mean(-1),
+    "mean distance (tokens)": attended_distance,
+}
 
 
 def head_table(subject: TextSubject, measure) -> np.ndarray:
@@ -22,6 +46,13 @@ def head_table(subject: TextSubject, measure) -> np.ndarray:
     return np.stack(
         [torch.cat([measure(layer.reads), measure(uniform(layer))[None]]).numpy() for layer in subject.layers]
     )
+
+
+def uniform(layer: LayerWeights) -> torch.Tensor:
+    """W of a head that weights all it sees alike, (T, T)."""
+    count = layer.weights.shape[-1]
+    visible = Mask(causal=True, window=layer.window).dense(count, count, torch.device("cpu")).float()
+    return visible / visible.sum(-1, keepdim=True)
 
 
 def draw_heads(subjects: Sequence[TextSubject], folder: Path) -> list[Figure]:
@@ -37,19 +68,17 @@ def draw_heads(subjects: Sequence[TextSubject], folder: Path) -> list[Figure]:
     cell, title = (max(2.6, 0.42 * depth), max(1.4, 0.24 * (heads + 1))), "What every head does"
     margins, gaps = (0.95, 0.75, 0.85, 0.5), (1.75, 0.75)
     figure, axes = sheet(len(MEASURES), len(subjects), cell, title, words, margins, gaps)
-    tables = {name: [head_table(subject, measure) for subject in subjects] for name, measure in MEASURES.items()}
-    for row, (name, values) in zip(axes, tables.items()):
-        norm = Normalize(min(map(np.min, values)), max(map(np.max, values)))
-        for axis, subject, of_model in zip(row, subjects, values):
-            heat_map(figure, axis, of_model, name, norm, [*subject.head_names(), UNIFORM])
+    tables = {name: {s: head_table(s, measure) for s in subjects} for name, measure in MEASURES.items()}
+    for row, (name, by_subject) in zip(axes, tables.items()):
+        norm = Normalize(min(map(np.min, by_subject.values())), max(map(np.max, by_subject.values())))
+        for axis, (subject, values) in zip(row, by_subject.items()):
+            heat_map(figure, axis, values, name, norm, [*subject.head_names(), UNIFORM])
             axis.axhline(subject.num_heads - 0.5, color="white", linewidth=3)
     for axis, subject in zip(axes[0], subjects):
         name_above(axis, subject.model)
-    rows = [
-        {"model": subject.model, "layer": number + 1, "head": head,
-         **{name: float(values[place][number, column]) for name, values in tables.items()}}
-        for place, subject in enumerate(subjects)
-        for number, layer in enumerate(subject.layers)
-        for column, head in enumerate([*subject.head_names(layer), UNIFORM])
-    ]  # fmt: skip
+
+    def numbers(subject: TextSubject, layer: int, head: int) -> dict[str, float]:
+        return {name: float(by_subject[subject][layer, head]) for name, by_subject in tables.items()}
+
+    rows = rows_by_head(subjects, numbers, more=(UNIFORM,))
     return [Figure(save(figure, folder / "heads.png"), title, words, rows)]

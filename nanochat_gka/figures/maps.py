@@ -5,7 +5,9 @@ the values that the heads read, it must give what the layer mixed and what it pu
 """
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
@@ -24,46 +26,27 @@ class LayerWeights:
     max(0, j - key_offsets[h]) and the value of token max(0, j - value_offsets[h]); the offsets are 0 except for head
     offsets (`--head-offsets`), where one of a head's two may be more.
 
-    Of gka layers W follows from `features`, `sigma`, `window` and `key_offsets` alone:
-    W[h, i, j] = exp(-|features[i, h] - keys[j, h]|^2 / (2 sigma[h]^2)), divided by the sum over the slots that i sees.
+    Of gka layers W follows from `features`, `sigma`, `window` and `key_offsets` alone: W[h, i, j] is
+    exp(-|features[i, h] - key[j, h]|^2 / (2 sigma[h]^2)), divided by the sum over the slots that i sees.
     """
 
     kind: str  # a row of gka/kinds.py
     window: int  # tokens before the query that it sees
     weights: torch.Tensor  # W, (H, T, T), float32: queries down, slots across; 0 where hidden, rows sum to 1
-    error: float  # the larger of |again - the layer's own| / |the layer's own| for the mixed heads and for the output
+    error: float  # |recomputed - model| / |model|, the larger of that of the mixed heads and that of the output
     key_offsets: torch.Tensor  # (H,), int64
     value_offsets: torch.Tensor  # (H,), int64
     sigma: torch.Tensor | None  # (H,), float32; None, as the two below, for kinds without a bandwidth
     initial_sigma: float | None
-    features: torch.Tensor | None  # (T, H, D), float32: after rotation and norm, what is compared; the queries
+    features: torch.Tensor | None  # (T, H, D), float32, after rotation and norm: the queries
     channel_scales: torch.Tensor | None  # exp(a), (H, D), float32; None without channel bandwidths
 
-    @property
-    def keys(self) -> torch.Tensor | None:
-        """The features that each slot holds as key, (T, H, D); None for kinds without a bandwidth."""
-        if self.features is None:
-            return None
-        tokens = _tokens_of_slots(self.key_offsets, len(self.features)).T[:, :, None]
-        return self.features.gather(0, tokens.expand_as(self.features))
-
-    @property
+    @cached_property
     def reads(self) -> torch.Tensor:
         """W by the token whose value is mixed, (H, T, T): W itself without head offsets. Rows sum to 1."""
-        return by_token_read(self.weights, self.value_offsets)
-
-
-def by_token_read(weights: torch.Tensor, value_offsets: torch.Tensor) -> torch.Tensor:
-    """W by slot to W by the token whose value is mixed, (H, T, T) each, of heads with offsets (H,). Rows keep sums."""
-    if not value_offsets.any():
-        return weights
-    tokens = _tokens_of_slots(value_offsets, weights.shape[-1])[:, None, :]
-    return torch.zeros_like(weights).scatter_add(-1, tokens.expand_as(weights), weights)
-
-
-def _tokens_of_slots(offsets: torch.Tensor, slots: int) -> torch.Tensor:
-    """The token that every slot holds, (H, slots)."""
-    return (torch.arange(slots) - offsets[:, None]).clamp(min=0)
+        tokens = (torch.arange(self.weights.shape[-1]) - self.value_offsets[:, None]).clamp(min=0)
+        index = tokens[:, None, :].expand_as(self.weights)
+        return torch.zeros_like(self.weights).scatter_add(-1, index, self.weights)
 
 
 @torch.inference_mode()
@@ -76,33 +59,23 @@ def extract(model: GPT, ids: Sequence[int] | torch.Tensor) -> list[LayerWeights]
     ids = torch.as_tensor(ids, dtype=torch.long, device=model.device)
     if not 1 <= len(ids) <= model.rotary.length:
         raise UserError(f"the text must have 1 to {model.rotary.length:,} tokens, it has {len(ids):,}")
-    inputs: dict[Attention, tuple] = {}
-    mixed: dict[Attention, torch.Tensor] = {}
-    outputs: dict[Attention, torch.Tensor] = {}
-    hooks = []
-    for attention in model.attentions:
-        hooks.append(attention.register_forward_pre_hook(lambda layer, args: inputs.update({layer: args})))
-        hooks.append(attention.register_forward_hook(lambda layer, args, output: outputs.update({layer: output})))
-        # The projection that follows is 0 in untrained models: alone, the output would prove nothing.
-        projection = attention.c_proj
-        hooks.append(
-            projection.register_forward_pre_hook(lambda _, args, layer=attention: mixed.update({layer: args[0]}))
-        )
-    try:
+    inputs, outputs, mixed = {}, {}, {}
+    with ExitStack() as hooks:
+        for attention in model.attentions:
+            hooks.enter_context(attention.register_forward_pre_hook(lambda layer, args: inputs.update({layer: args})))
+            hooks.enter_context(attention.register_forward_hook(lambda layer, _, out: outputs.update({layer: out})))
+            # Output projections are 0 in untrained models: alone, the layer's output would prove nothing.
+            hooks.enter_context(attention.c_proj.register_forward_pre_hook(lambda c, args: mixed.update({c: args[0]})))
         model.eval()(ids[None])
-    finally:
-        for hook in hooks:
-            hook.remove()
-    return [_maps(layer, *inputs[layer][:3], mixed[layer], outputs[layer]) for layer in model.attentions]
+    return [_maps(layer, *inputs[layer][:3], mixed[layer.c_proj], outputs[layer]) for layer in model.attentions]
 
 
 def _maps(attention: Attention, x, value_embedding, rotary, mixed: torch.Tensor, output: torch.Tensor) -> LayerWeights:
     """The maps of a layer from its arguments, what its heads mixed, (1, T, C), and its output, (1, T, C)."""
-    has_sigma, none = attention.kind.has_bandwidth, [0] * attention.config.n_head
-    logarithms = attention.channel_log_scales
-    value_embedding = None if value_embedding is None else value_embedding.double()
-    x = x.double()
-    queries, keys, values = attention.slots(x, value_embedding, rotary)
+    has_sigma, none, pairing = attention.kind.has_bandwidth, [0] * attention.config.n_head, attention.pairing
+    x, logarithms = x.double(), attention.channel_log_scales
+    queries, stored = attention.project(x, value_embedding, rotary, slice(0, x.shape[1]))
+    keys, values = attention.keys_and_values(rotary, x.shape[1], stored)
     weights = attention.weights(queries, keys)
     computed = torch.einsum("bhij,bjhd->bihd", weights, values)
     if attention.head_gate is not None:
@@ -119,8 +92,8 @@ def _maps(attention: Attention, x, value_embedding, rotary, mixed: torch.Tensor,
         window=attention.window,
         weights=weights[0].float().cpu(),
         error=error,
-        key_offsets=torch.tensor(attention.pairing.key_delays if attention.pairing else none),
-        value_offsets=torch.tensor(attention.pairing.value_delays if attention.pairing else none),
+        key_offsets=torch.tensor(pairing.key_delays if pairing else none),
+        value_offsets=torch.tensor(pairing.value_delays if pairing else none),
         sigma=attention.log_sigma.exp().float().cpu() if has_sigma else None,
         initial_sigma=attention.config.initial_sigma_squared**0.5 if has_sigma else None,
         features=queries[0].float().cpu() if has_sigma else None,
@@ -129,5 +102,5 @@ def _maps(attention: Attention, x, value_embedding, rotary, mixed: torch.Tensor,
 
 
 def _relative(computed: torch.Tensor, expected: torch.Tensor) -> float:
-    """How far what was computed again is from the layer's own."""
+    """|computed - expected| / |expected|."""
     return float((computed - expected).norm() / expected.norm().clamp(min=1e-30))

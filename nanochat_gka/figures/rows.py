@@ -7,8 +7,7 @@ import numpy as np
 from matplotlib.collections import PolyCollection
 from matplotlib.colors import PowerNorm
 
-from nanochat_gka.figures.subjects import TextSubject, caption
-from nanochat_gka.figures.words import FONT, choose
+from nanochat_gka.figures.subjects import FONT, TextSubject, caption
 from trainkit_gka.figures.measures import effective_tokens
 from trainkit_gka.figures.sheet import bare, coloured, name_above, save, scale, sheet
 from trainkit_gka.plots import Figure
@@ -42,28 +41,28 @@ def draw_rows(
     words = words[: max(queries) + 1 + AFTER]
     places, depth = place_words(words), max(len(subject.layers) for subject in subjects)
     lines, width = 1 + places[-1][0], max(column + len(word) for word, (_, column) in zip(words, places))
-    chosen = layers or spread_layers(depth, lines * first.num_heads)
+    fitting = min(depth, max(1, MOST_LINES // (lines * first.num_heads)))
+    chosen = layers or sorted(set(np.linspace(depth - 1, 0, fitting).round().astype(int).tolist()))
     names = ", ".join(f'"{words[query].strip()}" (token {query + 1})' for query in queries)
-    some = "" if len(chosen) == depth else f"Layers {', '.join(str(layer + 1) for layer in chosen)} of {depth}."
     text = caption(
         subjects,
         f"Rows of W of {names}, framed, by layer and head: the colour behind a token is its weight. Tokens in grey are "
         "hidden by the causal mask, the window or an offset. Right: effective tokens, exp(entropy of the row).",
-        some,
+        "" if len(chosen) == depth else f"Layers {', '.join(str(layer + 1) for layer in chosen)} of {depth}.",
     )
-    title = "What a token looks at"
-    height = max(_height(subject, chosen, lines) for subject in subjects)
-    cell = (max(width * CHARACTER, 2.0), height * LINE)
-    margins, gaps = (1.1, 0.95, 0.85, 0.1), (1.75, 0.3)
-    figure, axes = sheet(len(queries), len(subjects), cell, title, text, margins, gaps)
+    layers_of = {subject: [layer for layer in chosen if layer < len(subject.layers)] for subject in subjects}
+    # Half a line follows every layer.
+    height = max(len(having) * (lines * subject.num_heads + 0.5) for subject, having in layers_of.items())
+    cell, title = (max(width * CHARACTER, 2.0), height * LINE), "What a token looks at"
+    figure, axes = sheet(len(queries), len(subjects), cell, title, text, (1.1, 0.95, 0.85, 0.1), (1.75, 0.3))
     bare(axes)
     norm, table = PowerNorm(0.5, 0, 1, clip=True), []
     for row, query in zip(axes, queries):
-        for axis, subject in zip(row, subjects):
+        for axis, (subject, having) in zip(row, layers_of.items()):
             axis.set(xlim=(0, cell[0] / CHARACTER), ylim=(height, 0))
             axis.set_title(f'row of "{words[query].strip()}"', fontsize=8, loc="left", pad=3, parse_math=False)
             axis.set_title("eff.", fontsize=7, x=1.0 + 0.35 / cell[0], pad=3)
-            table += _draw_block(axis, subject, chosen, words, places, query, norm)
+            table += _draw_block(axis, subject, having, words, places, query, norm)
     for axis, subject in zip(axes[0], subjects):
         name_above(axis, subject.model)
     bar = scale(figure, norm, axes[0, -1], (1 + 0.55 / cell[0], 0.1, 0.1 / cell[0], 0.8), cmap=CMAP)
@@ -82,24 +81,22 @@ def place_words(words: Sequence[str], width: int = LINE_CHARACTERS) -> list[tupl
     return places
 
 
-def spread_layers(depth: int, lines_of_layer: int) -> list[int]:
-    """Layers, from 0, evenly spread from the first to the last, as many as fit; all of them if they do."""
-    count = min(depth, max(1, MOST_LINES // lines_of_layer))
-    return sorted(set(np.linspace(depth - 1, 0, count).round().astype(int).tolist()))
+def choose(words: Sequence[str], most: int = 3) -> list[int]:
+    """Tokens whose rows tell something: the longest words that came before in the text, else evenly spread tokens."""
+    stripped = [word.strip() for word in words]
+    last = {word: place for place, word in enumerate(stripped)}
+    repeated = [place for word, place in last.items() if word.isalpha() and stripped.index(word) < place]
+    chosen = sorted(repeated, key=lambda place: (-len(words[place]), -place))[:most]
+    spread = np.linspace(len(words) - 1, 0, most, endpoint=False).round().astype(int).tolist()
+    chosen += [place for place in dict.fromkeys(spread) if place not in chosen][: most - len(chosen)]
+    return sorted(chosen)
 
 
-def _height(subject: TextSubject, chosen: Sequence[int], lines: int) -> float:
-    """Of a block, in lines: half a line follows every layer."""
-    return sum(layer < len(subject.layers) for layer in chosen) * (lines * subject.num_heads + 0.5)
-
-
-def _draw_block(axis, subject: TextSubject, chosen: Sequence[int], words, places, query: int, norm) -> list[dict]:
-    """The row of one query in every head of the chosen layers of one model. Returns what it says in numbers."""
+def _draw_block(axis, subject: TextSubject, layers: Sequence[int], words, places, query: int, norm) -> list[dict]:
+    """The row of one query in every head of some layers of one model. Returns its numbers."""
     lines, top, right, table = 1 + places[-1][0], 0.0, axis.get_xlim()[1] + 1, []
     font = dict(family=FONT, fontsize=FONT_SIZE, va="center", parse_math=False)
-    for number in chosen:
-        if number >= len(subject.layers):
-            continue
+    for number in layers:
         layer = subject.layers[number]
         for head, name in enumerate(subject.head_names(layer)):
             row, offset = layer.reads[head, query], int(layer.value_offsets[head])
@@ -110,11 +107,11 @@ def _draw_block(axis, subject: TextSubject, chosen: Sequence[int], words, places
             for token, (word, (line, column)) in enumerate(zip(words, places)):
                 colour = HIDDEN if token not in visible else "white" if row[token] > STRONG else "black"
                 axis.text(column, top + line + 0.5, word, color=colour, **font)
-            corners = [_corners(words[token], places[token], top) for token in visible]
+            boxes = [_corners(word, place, top) for word, place in zip(words, places)]
             colours = coloured(row[visible.start : visible.stop], norm, CMAP) / 255
-            axis.add_collection(PolyCollection(corners, facecolors=colours, linewidths=0))
-            frame = [_corners(words[query], places[query], top)]
-            axis.add_collection(PolyCollection(frame, facecolors="none", edgecolors=EDGE, linewidths=0.8, zorder=5))
+            axis.add_collection(PolyCollection([boxes[i] for i in visible], facecolors=colours, linewidths=0))
+            frame = dict(facecolors="none", edgecolors=EDGE, linewidths=0.8, zorder=5)
+            axis.add_collection(PolyCollection([boxes[query]], **frame))
             table.append(
                 {"model": subject.model, "token": words[query].strip(), "layer": number + 1, "head": name,
                  "effective tokens": effective, "largest weight": float(row[most]), "on": words[most].strip()}

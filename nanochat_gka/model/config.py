@@ -24,18 +24,8 @@ RESEARCH_SETTINGS = {"mixing": "none", "rotary": "full", "kernel": "gaussian", "
 class GPTConfig:
     """Shape of a model. The first seven fields are nanochat's; the defaults of the others leave its baseline unchanged.
 
-    attention: the name of a row of `gka.KINDS`, or one letter per layer (A softmax, G gka, V vlt), tiled: GGGA.
-    value_embeds: which layers may have nanochat's gated value embeddings (every second layer, the last one always):
-      auto = those among them whose attention learns W_V, all, none; every-layer, not nanochat's: the others too.
-    gka_values: what gka heads mix. rotated is the paper's section 5.1: the features that are in the kernel, after
-      rotation and norm. normalised, not the paper's: after the norm, before the rotation.
-    head_offsets: one letter per head, tiled, see `gka.offsets`: N, P (predecessor) or S (successor). Empty is the
-      paper's form, all N. offset_layers: gka layers have them, or all.
-    sigma_squared: starting sigma^2 of gka heads; 0 = head_dim, or head_dim / 4 in a model with head offsets.
-    channel_bandwidths: a learned scale for each channel of what gka layers compare, before the rotation; in softmax and
-      vlt layers, of what they project to queries and keys. head_gates: each head's output times a gate that reads the
-      token. Of the same layers as head_offsets; see `attention`.
-    Raises ValueError naming the field.
+    `ModelFlags` says what the others mean; for head_offsets see `gka.offsets`, for channel bandwidths and head gates
+    `attention`. Raises ValueError naming the field.
     """
 
     sequence_len: int = 2048
@@ -60,9 +50,7 @@ class GPTConfig:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
         heads, width = self.n_head, self.n_embd
         if self.n_kv_head != heads:
-            raise ValueError(
-                f"n_kv_head must equal n_head (nanochat trains no other), got {self.n_kv_head} and {heads}"
-            )
+            raise ValueError(f"n_kv_head must equal n_head, as in nanochat; got {self.n_kv_head} and {heads}")
         if width % heads or self.head_dim % 2:
             raise ValueError(f"n_embd / n_head must be an even whole number (rotary pairs), got {width} / {heads}")
         if width < 32:
@@ -75,8 +63,7 @@ class GPTConfig:
             if getattr(self, name) not in choices:
                 raise ValueError(f"{name} must be one of {', '.join(choices)}, got {getattr(self, name)!r}")
         if not (math.isfinite(self.sigma_squared) and self.sigma_squared >= 0):
-            allowed = "positive and finite, or 0 for the default"
-            raise ValueError(f"sigma_squared must be {allowed}, got {self.sigma_squared}")
+            raise ValueError(f"sigma_squared must be positive and finite, or 0 (automatic); got {self.sigma_squared}")
         for name in unused_settings(self.attention, self.n_layer, self.offset_layers):
             if getattr(self, name) != getattr(type(self), name):
                 none = f"attention={self.attention} has none in {self.n_layer} layers"
@@ -111,11 +98,12 @@ class GPTConfig:
 
     def window(self, layer: int) -> int:
         """Tokens before the query that stay visible: T for L, the last layer always, T // 2 for S."""
-        long = layer == self.n_layer - 1 or _tiled(self.window_pattern, layer) == "L"
+        letter = self.window_pattern[layer % len(self.window_pattern)].upper()
+        long = layer == self.n_layer - 1 or letter == "L"
         return self.sequence_len if long else self.sequence_len // 2
 
     def offset_pattern(self, layer: int) -> tuple[tuple[int, int], ...]:
-        """By how many tokens the heads' keys and values are late, which they repeat; empty without head offsets."""
+        """The delays of keys and values in tokens, tiled over the heads; empty without head offsets."""
         return tuple(DELAYS[letter] for letter in self.head_offsets.upper()) if self.has_additions(layer) else ()
 
     @property
@@ -146,6 +134,16 @@ class GPTConfig:
         """Whether the layer has the model's head offsets, channel bandwidths and head gates."""
         return self.offset_layers == "all" or self.layer_attention(layer) == "gka"
 
+    @property
+    def form(self) -> str:
+        """The attention in words: its kind or pattern, and all that is not the paper's form."""
+        words = [KINDS[self.attention].label if self.attention in KINDS else f"pattern {self.attention.upper()}"]
+        words += [f"head offsets {self.head_offsets.upper()}"] if self.head_offsets else []
+        words += [f"values {self.gka_values}"] if self.gka_values != "rotated" else []
+        words += ["channel bandwidths"] * self.channel_bandwidths + ["head gates"] * self.head_gates
+        words += [f"value embeddings {self.value_embeds}"] if self.value_embeds != "auto" else []
+        return ", ".join(words)
+
 
 def without_research_settings(saved: dict[str, Any]) -> dict[str, Any]:
     """The settings of a model or run without those of research forms. Raises ValueError if one asks for such a form."""
@@ -168,10 +166,6 @@ def has_gka(attention: str, num_layers: int) -> bool:
         return "gka" in layer_kinds(attention, num_layers)
     except ValueError:
         return False
-
-
-def _tiled(pattern: str, index: int) -> str:
-    return pattern[index % len(pattern)].upper()
 
 
 def _check_letters(name: str, pattern: str, letters) -> None:
