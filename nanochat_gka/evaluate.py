@@ -14,7 +14,7 @@ from nanochat_gka.generation.engine import Engine
 from nanochat_gka.generation.sampling import SAMPLE_PROMPTS, Sampling
 from nanochat_gka.model.checkpoints import Loaded, load, run_folder
 from nanochat_gka.training.bits_per_byte import of_both_splits, utf8_note
-from nanochat_gka.training.memory import RowsAtOnce, device_bytes, rows_at_once
+from nanochat_gka.training.memory import RowsAtOnce, rows_at_once
 from trainkit_gka.cli import Bounds, Count, CountOrAll, UserError, run
 from trainkit_gka.distributed import Runtime, running
 from trainkit_gka.progress import console
@@ -54,36 +54,22 @@ class EvaluateConfig(Sampling):
     """File to append the numbers to."""
 
 
-def evaluate(config: EvaluateConfig, runtime: Runtime) -> dict:
-    """Do what was asked for and return it: bits per byte by split, and samples by prompt."""
-    loaded = load(config.run, config.step, runtime.device)
-    shape = loaded.model.config
-    runtime.print(f"{loaded.name}: {shape.attention}, depth {shape.n_layer}, step {loaded.step}")
-    metrics: dict = {"step": loaded.step}
-    if "bpb" in config.eval:
-        metrics |= measure_splits(config, runtime, loaded)
-    if "sample" in config.eval and runtime.is_main:
-        metrics |= write_samples(config, Engine(loaded.model, loaded.tokenizer))
-    return metrics
-
-
 def measure_splits(config: EvaluateConfig, runtime: Runtime, loaded: Loaded) -> dict:
-    """Bits per byte of both splits, the gap of nanochat's, and which rows they are of."""
-    model, tokenizer, device = loaded.model, loaded.tokenizer, runtime.device
+    """Bits per byte of both splits, the gap of nanochat's, and the name of their rows."""
 
     def open_data() -> PackedData:
         folder = config.data or rows_of_run(loaded.data, run_folder(config.run))
         return PackedData(folder, verify=runtime.is_first_here)
 
     data = runtime.agree(open_data)
-    if data.tokenizer.sha256 != tokenizer.sha256:
+    if data.tokenizer.sha256 != loaded.tokenizer.sha256:
         raise UserError(f"{data.folder} was packed with another tokenizer than {config.run} was trained with")
     size = config.device_batch_size
     if size == "auto":
-        size = rows_at_once(model.config, device.type, device_bytes(device), training=False)
+        size = rows_at_once(loaded.model.config, runtime.device, training=False)
     data.warn_of_rows(config.eval_rows, config.split_tokens, runtime.print)
     label = data.name_rows(config.split_tokens, config.eval_rows)
-    bpb = of_both_splits(model, data, config.split_tokens, config.eval_rows, runtime, size)
+    bpb = of_both_splits(loaded.model, data, config.split_tokens, config.eval_rows, runtime, size)
     for split in SPLITS:
         name = f"{split}_bpb"
         runtime.print(f"{split} bpb: {bpb[name]:.6f}{utf8_note(bpb, name)}, {label} rows")
@@ -109,8 +95,13 @@ def main(config: EvaluateConfig) -> None:
     if not config.eval or not config.prompt:
         raise UserError("--eval and --prompt need at least one word each")
     with running(config.device_type, config.seed) as runtime:
-        metrics = evaluate(config, runtime)
+        loaded = load(config.run, config.step, runtime.device)
+        runtime.print(f"{loaded.name}: {loaded.model.config.form}, step {loaded.step}")
+        metrics: dict = {"step": loaded.step}
+        if "bpb" in config.eval:
+            metrics |= measure_splits(config, runtime, loaded)
         if runtime.is_main:
+            metrics |= write_samples(config, Engine(loaded.model, loaded.tokenizer)) if "sample" in config.eval else {}
             settings = {"run": run_folder(config.run).name, "split_tokens": config.split_tokens}
             append_result(config.results, "evaluate", settings, metrics, runtime.device, runtime.world_size)
 

@@ -118,8 +118,8 @@ class TrainConfig(OptimConfig, ModelFlags, BundleFlags, RunConfig):
         everywhere = "everywhere" if self.offset_layers == "all" else ""
         learned = ["channels"] * self.channel_bandwidths + ["gates"] * self.head_gates
         tables = {"auto": "", "all": "VE", "every-layer": "VE-every-layer", "none": "no-VE"}[self.value_embeds]
-        form = f"d{self.depth}", self.attention, self.head_offsets, everywhere, values
-        return self.model_tag or "-".join(part for part in (*form, *learned, tables) if part)
+        parts = [f"d{self.depth}", self.attention, self.head_offsets, everywhere, values, *learned, tables]
+        return self.model_tag or "-".join(filter(None, parts))
 
     def identity(self) -> dict[str, Any]:
         settings = super().identity()
@@ -148,9 +148,8 @@ class TrainConfig(OptimConfig, ModelFlags, BundleFlags, RunConfig):
         tokens = horizon.total_batch_size
         if tokens % length:
             raise UserError(f"--total-batch-size must be a multiple of the context length {length}, got {tokens}")
-        if tokens // length < processes:
-            problem = f"a step has {tokens // length} rows for {processes} processes"
-            raise UserError(f"{problem}; raise --total-batch-size")
+        if (rows := tokens // length) < processes:
+            raise UserError(f"a step has {rows} rows for {processes} processes; raise --total-batch-size")
         return horizon
 
 
@@ -181,10 +180,8 @@ class Trainer(BaseTrainer):
         self.data = PackedData(config.data, verify=config.verify_data and runtime.is_first_here)
         sequence_len, vocab_size = self.data.sequence_len, self.data.tokenizer.vocab_size
         if config.max_seq_len not in (-1, sequence_len):
-            raise UserError(
-                f"--max-seq-len {config.max_seq_len} but {config.data} holds rows of {sequence_len} tokens; "
-                "pack again with --sequence-len"
-            )
+            rows = f"{config.data} holds rows of {sequence_len} tokens"
+            raise UserError(f"--max-seq-len {config.max_seq_len} but {rows}; pack again with --sequence-len")
         self.stream = RowStream(self.data.split("train"), config.seed)
         # Model
         automatic = "on" if runtime.device.type == "cuda" else compiling.OFF
@@ -205,24 +202,27 @@ class Trainer(BaseTrainer):
             )
         self.batch_size = config.device_batch_size
         if self.batch_size == "auto":
-            self.batch_size = memory.rows_of_step_at_once(shape, self.rows, runtime)
+            fitting = memory.rows_at_once(shape, runtime.device, runtime.world_size)
+            self.batch_size = min(fitting, -(-self.rows // runtime.world_size))
         # Optimiser
         groups = parameter_groups(self.model, config, self.horizon.lr_scale, self.horizon.weight_decay_scale)
         check_decay(groups)
         through_float32 = self._multiplies_through_float32(checkpoint)
         self.optimizer = MuonAdamW(groups, runtime, compile=compiled, through_float32=through_float32)
         # Evaluations, in this order
-        every, core_every, samples = config.eval_every, config.core_metric_every, config.sample_every
-        self.evaluations.append(Evaluation("eval", every, self._log_evaluation, EVAL_KEYS, at_start=True))
-        if core_every > 0:
-            self.evaluations.append(Evaluation("core", core_every, self._score_core, CORE_KEYS))
-        if samples > 0:
-            self.evaluations.append(Evaluation("sample", samples, self._log_samples))
+        self.evaluations = [Evaluation("eval", config.eval_every, self._log_evaluation, EVAL_KEYS, at_start=True)]
+        if config.core_metric_every > 0:
+            self.evaluations.append(Evaluation("core", config.core_metric_every, self._score_core, CORE_KEYS))
+        if config.sample_every > 0:
+            self.evaluations.append(Evaluation("sample", config.sample_every, self._log_samples))
         # Progress so far
         self.state |= {"loss_average": 0.0, "seconds": 0.0, "timed_tokens": 0}
         self.not_timed, self.pace, self.commit = STEPS_NOT_TIMED, Pace(STEPS_NOT_TIMED), git_commit()
         if checkpoint is not None:
-            self._load(checkpoint)
+            self.data.check_same(checkpoint.state["data"], self.folder)
+            self.model.load_state_dict(checkpoint.tensors("model", runtime.device))
+            self.optimizer.load_state_dict(checkpoint.tensors("optimizer", runtime.device))
+            self.state = checkpoint.state["progress"]
         self.state["muon_through_float32"] = through_float32
 
     def _multiplies_through_float32(self, checkpoint: Checkpoint | None) -> bool:
@@ -232,20 +232,17 @@ class Trainer(BaseTrainer):
             return saved
         return self.runtime.any(hardware.bfloat16_products_are_slow(self.runtime.device))
 
-    def _load(self, checkpoint: Checkpoint) -> None:
-        self.data.check_same(checkpoint.state["data"], self.folder)
-        self.model.load_state_dict(checkpoint.tensors("model", self.runtime.device))
-        self.optimizer.load_state_dict(checkpoint.tensors("optimizer", self.runtime.device))
-        self.state = checkpoint.state["progress"]
-
     # Before the first step
 
     def prepare(self) -> None:
         config, runtime = self.config, self.runtime
         if config.device_batch_size == "auto" and runtime.device.type == "cuda":
             self.batch_size = memory.largest_that_runs(self.batch_size, self.dry_step, runtime)
-        if config.core_metric_every > 0:
-            self.core = self._prepare_core()
+        if config.core_metric_every > 0:  # a wrong bundle is an error now, not in 2,000 steps
+            bundle = config.open_on_all(config.out.parent / "core", runtime)
+            limits = {"max_seq_len": self.model.rotary.length, "batch_tokens": BATCH_TOKENS[runtime.device.type]}
+            scorer = TaskScorer(self.model, self.data.tokenizer, runtime, **limits)
+            self.core = runtime.agree(lambda: CoreMetric(scorer, bundle, config.core_metric_max_per_task))
 
     def announce(self) -> dict[str, Any]:
         config, runtime, horizon, say = self.config, self.runtime, self.horizon, self.runtime.print
@@ -253,24 +250,19 @@ class Trainer(BaseTrainer):
         vocabulary = f"{self.data.tokenizer.vocab_size} tokens in the vocabulary"
         say(f"{config.tag}: {parameters:,} parameters, {per_token:,} FLOPs per token, {vocabulary}")
         epochs = self.steps * self.rows / len(self.stream.rows)
-        say(
-            f"horizon: {self.steps:,} steps of {horizon.total_batch_size:,} tokens = {horizon.tokens:,} tokens, "
-            f"{horizon.tokens * per_token:.4e} FLOPs, {epochs:.2f} epochs, "
-            f"on {runtime.world_size} x {runtime.device.type}"
-        )
+        steps = f"{self.steps:,} steps of {horizon.total_batch_size:,} tokens = {horizon.tokens:,} tokens"
+        where = f"{epochs:.2f} epochs, on {runtime.world_size} x {runtime.device.type}"
+        say(f"horizon: {steps}, {horizon.tokens * per_token:.4e} FLOPs, {where}")
         if epochs > MANY_EPOCHS:
             rows = f"{len(self.stream.rows):,} training rows are read {epochs:,.0f} times"
             say(f"warning: the {rows}, and will be known by heart: give more text, or lower --num-iterations")
-        pieces = list(map(len, micro_batches(runtime.share(self.rows), self.batch_size)))
-        sizes = ", ".join(map(str, pieces[:8])) + (", ..." if len(pieces) > 8 else "")
-        say(f"rows of a step, for this process: {sizes} at once")
+        say(f"rows of a step, for this process: {len(runtime.share(self.rows))}, at most {self.batch_size} at once")
         self.data.warn_of_rows(config.eval_rows, config.eval_tokens, say)
         if note := hardware.slow_bfloat16(self.model.dtype, runtime.device):
             say(note)
         if self.state["muon_through_float32"]:
             say("note: this processor has no instructions for bfloat16; Muon's products are computed in float32")
-        operators = self.model.operators()
-        if operators:
+        if operators := self.model.operators():
             say(f"Gaussian kernel attention by {', '.join(operators)}")
         return {"operators": operators, "muon_through_float32": self.state["muon_through_float32"]}
 
@@ -281,14 +273,6 @@ class Trainer(BaseTrainer):
             memory.dry_step(self.compiled, rows, batch_size, self.data.sequence_len, self.runtime.device)
         finally:
             self.optimizer.zero_grad()
-
-    def _prepare_core(self) -> CoreMetric:
-        """Fetch and read the bundle. Raises UserError for a wrong one now, and not in 2,000 steps."""
-        config, runtime = self.config, self.runtime
-        bundle = config.open_on_all(config.out.parent / "core", runtime)
-        limits = {"max_seq_len": self.model.rotary.length, "batch_tokens": BATCH_TOKENS[runtime.device.type]}
-        scorer = TaskScorer(self.model, self.data.tokenizer, runtime, **limits)
-        return runtime.agree(lambda: CoreMetric(scorer, bundle, config.core_metric_max_per_task))
 
     # A step
 
@@ -374,10 +358,10 @@ class Trainer(BaseTrainer):
     def _log_evaluation(self, log: RunLog, stop: Stop, bar: Progress) -> None:
         step, bpb, sigma = self.state["step"], self.evaluate(stop), self.sigma()
         train, val = (f"{bpb[name]:.6f}{utf8_note(bpb, name)}" for name in EVAL_KEYS)
-        text = f"step {step:05d} | train bpb {train} | validation bpb {val} | {rows_note(bpb)}"
+        parts = [f"step {step:05d}", f"train bpb {train}", f"validation bpb {val}", rows_note(bpb)]
         mean = {layer: round(sum(values) / len(values), 3) for layer, values in sigma.items()}
-        tokens = step * self.horizon.total_batch_size
-        log.log("eval", step, text + (f" | mean sigma {mean}" if mean else ""), **bpb, sigma=sigma, tokens=tokens)
+        parts += [f"mean sigma {mean}"] if mean else []
+        log.log("eval", step, " | ".join(parts), **bpb, sigma=sigma, tokens=step * self.horizon.total_batch_size)
 
     def evaluate(self, stop: Stop | None = None) -> dict[str, Any]:
         """Bits per byte on both splits, and which rows they are of."""
@@ -405,10 +389,9 @@ class Trainer(BaseTrainer):
         log.log("sample", self.state["step"], lines, texts=texts)
 
     def warnings(self) -> dict[str, str]:
-        bandwidths, warnings = self.model.bandwidths(), {}
-        values = torch.stack([*bandwidths.values()]).tolist() if bandwidths else []  # one transfer from the device
-        for layer, sigma in zip(bandwidths, values):
-            warnings |= bandwidth_warnings(layer, sigma, self.model.config.head_dim, "--sigma-lr")
+        warnings: dict[str, str] = {}
+        for layer, sigma in self.model.bandwidths().items():
+            warnings |= bandwidth_warnings(layer, sigma.tolist(), self.model.config.head_dim, "--sigma-lr")
         return warnings
 
     # The run's numbers
@@ -420,10 +403,8 @@ class Trainer(BaseTrainer):
         """
         evaluations = [record for record in log.records("eval", *EVAL_KEYS) if None not in map(record.get, EVAL_KEYS)]
         if not evaluations or evaluations[-1]["step"] != self.steps:
-            raise UserError(
-                f"{self.folder}: the last evaluation's bits per byte are not finite, so the run has no result; "
-                "its checkpoints are kept"
-            )
+            problem = "the last evaluation's bits per byte are not finite, so the run has no result"
+            raise UserError(f"{self.folder}: {problem}; its checkpoints stay")
         scored = [record for record in log.records("core", *CORE_KEYS) if record["step"] == self.steps]
         last, per_token, (speed, mfu) = evaluations[-1], flops_per_token(self.model), self.throughput()
         numbers = {
@@ -431,8 +412,7 @@ class Trainer(BaseTrainer):
             "flops_per_token": per_token,
             "train_tokens": self.horizon.tokens,
             "train_flops": self.horizon.tokens * per_token,
-            "train_bpb": last["train_bpb"],
-            "val_bpb": last["val_bpb"],
+            **{key: last[key] for key in EVAL_KEYS},
             **{key + UTF8: last.get(key + UTF8) for key in EVAL_KEYS},
             "gap": last["val_bpb"] - last["train_bpb"],
             "eval_rows": last.get("eval_rows"),

@@ -30,9 +30,8 @@ def parameter_counts(model: GPT) -> dict[str, int]:
         "transformer_matrices": _count(model.transformer.h),
         "scalars": model.resid_lambdas.numel() + model.x0_lambdas.numel(),
     }
-    total = _count(model)
-    assert sum(counts.values()) == total, "a parameter belongs to no group"
-    return {**counts, "total": total}
+    assert sum(counts.values()) == _count(model), "a parameter belongs to no group"
+    return {**counts, "total": _count(model)}
 
 
 def _count(module: torch.nn.Module) -> int:
@@ -87,9 +86,6 @@ def plan(
     The first of num_iterations, target_flops and ratio (training tokens per scaling parameter) that is set (> 0)
     decides the number of steps. Raises UserError if none is set, or if the horizon is shorter than one step.
     """
-    for name, value in (("target_flops", target_flops), ("target_param_data_ratio", ratio)):
-        if not math.isfinite(value):
-            raise UserError(f"{name} must be finite, got {value}")
     parameters, reference = scaling_parameters(model), scaling_parameters(meta_model(shape(REFERENCE_DEPTH)))
     # The ratio cancels below, as upstream's does; it need only be positive.
     tokens, reference_tokens = (int(max(ratio, 0.0) * n) or n for n in (parameters, reference))
@@ -104,7 +100,6 @@ def plan(
     else:
         raise UserError("set one of num_iterations, target_flops and target_param_data_ratio to a positive value")
     if steps < 1:
-        advice = "lower total_batch_size or raise the horizon"
-        raise UserError(f"the horizon is shorter than one step of {total_batch_size} tokens; {advice}")
+        raise UserError(f"the horizon is shorter than one step of {total_batch_size} tokens; lower total_batch_size")
     batch_ratio = total_batch_size / REFERENCE_BATCH
     return Horizon(total_batch_size, steps, math.sqrt(batch_ratio), math.sqrt(batch_ratio) * reference_tokens / tokens)

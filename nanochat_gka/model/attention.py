@@ -8,7 +8,7 @@ Legend: B batch, T tokens, n tokens so far, H heads, D head_dim, C = H * D.
 import math
 from abc import ABC, abstractmethod
 from itertools import groupby
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import nn
@@ -32,16 +32,12 @@ from nanochat_gka.model.context import Context, Tensors
 
 GATE_CHANNELS = 32
 GATE_SCALE = 0.1
-# What AdamW trains of a layer, for Muon has the other matrices: the flag of its learning rate, and a factor of it.
-ADAMW_PARTS = {
-    "log_sigma": ("sigma_lr", 1.0),
-    "channel_log_scales": ("channel_lr", 1.0),
-    "head_gate": ("gate_lr", 1.0),
-}
+# The parameters of a layer that AdamW trains, with the flag of their learning rate; Muon trains the matrices.
+ADAMW_PARTS = {"log_sigma": "sigma_lr", "channel_log_scales": "channel_lr", "head_gate": "gate_lr"}
 
 
 class Attention(nn.Module, ABC):
-    """What all kinds share: the bias-free projections of the kind's row (nanochat's names), W_O, the value gate, and
+    """The base of all kinds: the bias-free projections of the kind's row (nanochat's names), W_O, the value gate, and
     the pairing of keys with values of other tokens, `offsets.HeadOffsets` or None.
     """
 
@@ -67,13 +63,12 @@ class Attention(nn.Module, ABC):
     def init_weights(self) -> None:
         for name in self.projections:
             fill_uniform(getattr(self, name).weight, self.config.n_embd)
-        nn.init.zeros_(self.c_proj.weight)
-        if self.ve_gate is not None:
-            nn.init.zeros_(self.ve_gate.weight)  # 2 * sigmoid(0) = 1: the value embedding as it is
+        # Gates are 2 * sigmoid(0) = 1 at first: value embeddings and heads as they are.
+        for zeros in (self.c_proj, self.ve_gate, self.head_gate):
+            if zeros is not None:
+                nn.init.zeros_(zeros.weight)
         if self.channel_log_scales is not None:
             nn.init.zeros_(self.channel_log_scales)
-        if self.head_gate is not None:
-            nn.init.zeros_(self.head_gate.weight)  # 2 * sigmoid(0) = 1: the heads as they are
 
     @property
     def activation_widths(self) -> int:
@@ -83,53 +78,46 @@ class Attention(nn.Module, ABC):
 
     @property
     def attention_flops(self) -> int:
-        """Training FLOPs per token that are not of a product with a parameter: 12 C for every token in the window."""
+        """Training FLOPs per token beside products with parameters: 12 C for every token in the window."""
         return 12 * self.config.n_embd * self.window
 
     def forward(
         self, x: torch.Tensor, value_embedding: torch.Tensor | None, rotary: Rotary, context: Context
     ) -> torch.Tensor:
-        """Mix and project; arguments as `mix`. Returns the tokens that the context selects, (B, T, C) for all."""
-        heads = self.mix(x, value_embedding, rotary, context)
+        """Mix and project: the outputs of the tokens that the context selects, (B, T, C) for all.
+
+        x: the normalised block input, (B, T, C). value_embedding: (B, T, C), None in layers without.
+        """
+        queries, new = self.project(x, value_embedding, rotary, context.positions)
+        heads = context.attend(self, rotary, queries, new)  # (B, T, H, D)
         if self.head_gate is not None:
             heads = heads * self.gates(context.select(self, x))[..., None]
         return self.c_proj(heads.flatten(2))
 
     def gates(self, x: torch.Tensor) -> torch.Tensor:
-        """2 sigmoid(0.1 G x), what each head's output is multiplied by, (B, T, H), of the block input (B, T, C).
+        """2 sigmoid(0.1 G x), the factors of the heads' outputs, (B, T, H), of the block input (B, T, C).
 
-        Gated attention (arXiv 2505.06708) with one number per head, as modded-nanogpt's. A small linear map of the
-        token, though not one of Q, K, V.
+        Gated attention (arXiv 2505.06708) with one number per head, as modded-nanogpt's.
         """
         return 2 * torch.sigmoid(GATE_SCALE * self.head_gate(x))
 
     def scaled(self, x: torch.Tensor) -> torch.Tensor:
-        """What the layer compares tokens by: x * exp(a) per channel, (B, T, C); x without channel bandwidths."""
+        """x * exp(a) per channel, by which tokens are compared, (B, T, C); x without channel bandwidths."""
         return x if self.channel_log_scales is None else x * self.channel_log_scales.exp().to(x.dtype)
-
-    def mix(
-        self, x: torch.Tensor, value_embedding: torch.Tensor | None, rotary: Rotary, context: Context
-    ) -> torch.Tensor:
-        """The heads of the tokens that the context selects, (B, T, H, D) for all.
-
-        x: the normalised block input, (B, T, C). value_embedding: (B, T, C), None in layers without.
-        """
-        queries, new = self.project(x, value_embedding, rotary, context.positions)
-        return context.attend(self, rotary, queries, new)
 
     @abstractmethod
     def project(self, x, value_embedding, rotary: Rotary, positions) -> tuple[torch.Tensor, Tensors]:
-        """Queries of the tokens at `positions`, and what later tokens need of them; every tensor is (B, T, H, D).
+        """Queries of the tokens at `positions`, and the tensors to store for later tokens; each is (B, T, H, D).
 
         A cache keeps the first `cached_tensors` of the latter; `attend` computes the others again.
         """
 
     @abstractmethod
     def attend(self, rotary: Rotary, queries: torch.Tensor, stored: Tensors) -> torch.Tensor:
-        """Mix what is stored of n tokens, (B, n, H, D) each, for the queries of the last T of them, (B, T, H, D)."""
+        """The heads of the last T of n tokens, (B, T, H, D), of their queries and of the tensors stored for all n."""
 
     def attend_cached(self, rotary: Rotary, queries: torch.Tensor, stored: Tensors, lengths: list[int]) -> torch.Tensor:
-        """As `attend`, of rows that have `lengths` tokens each in what a cache stores, (B, capacity, H, D)."""
+        """As `attend`, of rows with `lengths` tokens each in the tensors of a cache, (B, capacity, H, D)."""
         mixed, first = [], 0
         for length, members in groupby(lengths):  # neighbours of equal length share a call, without padding or masks
             rows = slice(first, first + len(list(members)))
@@ -138,11 +126,11 @@ class Attention(nn.Module, ABC):
         return mixed[0] if len(mixed) == 1 else torch.cat(mixed)
 
     def keys_and_values(self, rotary: Rotary, num_queries: int, stored: Tensors) -> tuple[torch.Tensor, torch.Tensor]:
-        """What the heads of the last `num_queries` tokens read, (B, n, H, D) each, of what is `stored` of n tokens."""
+        """Keys and values by slot, (B, n, H, D) each, from the first that the last `num_queries` of n tokens see."""
         return self.paired(num_queries, *stored)
 
     def paired(self, num_queries: int, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of all n tokens by slot, from the first slot that the last `num_queries` see."""
+        """Those of `keys_and_values`, of the keys and values of all n tokens."""
         if self.pairing is None:
             return keys, values
         if first := self.first_in_reach(num_queries, keys.shape[1]):
@@ -150,14 +138,9 @@ class Attention(nn.Module, ABC):
         return self.pairing(keys, values)
 
     def first_in_reach(self, num_queries: int, num_tokens: int) -> int:
-        """Of `num_tokens`, the earliest one that is in a slot which the last `num_queries` see."""
+        """The earliest of `num_tokens` tokens that is in a slot of the last `num_queries`."""
         reach = 0 if self.pairing is None else self.pairing.reach
         return max(0, num_tokens - num_queries - self.window - reach)
-
-    def slots(self, x: torch.Tensor, value_embedding: torch.Tensor | None, rotary: Rotary) -> Tensors:
-        """Queries of whole sequences, and the keys and values of their slots, (B, T, H, D) each. For pictures."""
-        queries, stored = self.project(x, value_embedding, rotary, slice(0, x.shape[1]))
-        return queries, *self.keys_and_values(rotary, x.shape[1], stored)
 
     @abstractmethod
     def weights(self, queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
@@ -251,35 +234,27 @@ class GKAAttention(Attention):
 
     def attend(self, rotary, queries, stored):
         keys, values = self.keys_and_values(rotary, queries.shape[1], stored)
-        keys = None if keys is queries else keys
-        return gaussian_attention(
-            queries,
-            at_least_float32(self.log_sigma),
-            keys=keys,
-            values=values,
-            causal=True,
-            window=self.window,
-            constant_norm=True,
-        )
+        keys, sigma = None if keys is queries else keys, at_least_float32(self.log_sigma)
+        mask = dict(causal=True, window=self.window)
+        return gaussian_attention(queries, sigma, keys=keys, values=values, **mask, constant_norm=True)
 
     def attend_cached(self, rotary, queries, stored, lengths):
         key_delays, value_delays = (self.pairing.key_delays, self.pairing.value_delays) if self.pairing else ((), ())
+        derived = len(stored) == 1 and self.derives_keys
+        scales = self.channel_log_scales if derived else None
         return decode_attention(
             queries,
             at_least_float32(self.log_sigma),
             stored[0],
             keys=stored[1] if len(stored) == 2 else None,
-            **self.derivation(rotary, queries.dtype, stored),
+            rotary=rotary.tables if derived else None,
+            channel_scales=None if scales is None else self.heads(scales.exp().to(queries.dtype).float()),
             lengths=lengths,
             window=self.window,
             constant_norm=True,
             key_delays=key_delays,
             value_delays=value_delays,
         )
-
-    def derivation(self, rotary: Rotary, dtype: torch.dtype, stored: Tensors) -> dict[str, Any]:
-        """What `decode_attention` needs to compute keys from the stored values; nothing where they are the keys."""
-        return {}
 
     def weights(self, queries, keys):
         return gaussian_weights(queries, at_least_float32(self.log_sigma), keys=keys, causal=True, window=self.window)
@@ -336,15 +311,6 @@ class UnrotatedGKA(GKAAttention):
         first = self.first_in_reach(num_queries, num_tokens)
         values = stored[0][:, first:]
         return self.paired(num_queries, self.features(values, rotary, slice(first, num_tokens)), values)
-
-    def derivation(self, rotary, dtype, stored):
-        if len(stored) == 2:
-            return {}
-        scales = self.channel_log_scales
-        return {
-            "rotary": rotary.tables,
-            "channel_scales": None if scales is None else self.heads(scales.exp().to(dtype).float()),
-        }
 
 
 CLASSES = {"softmax": SoftmaxAttention, "vlt": VLTAttention}

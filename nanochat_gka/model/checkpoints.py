@@ -5,6 +5,7 @@ import re
 import sys
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from textwrap import shorten
 from typing import Any
 
 import torch
@@ -24,27 +25,23 @@ from trainkit_gka.files import read_json, sha256, write_json
 from trainkit_gka.results import git_commit
 
 MODEL_TYPE, ARCHITECTURE = "gka-gpt", "GKAForCausalLM"  # transformers' names for it, see `nanochat_gka.hf`
-# Keys of config.json that say something of the files beside it; a model that is trained further has others.
+# Keys of config.json about the files beside it; they do not hold for a model that is trained further.
 FACTS_OF_THE_FILES = ("attention", "sigma", "parameters", "exported_at_commit", "checkpoint_sha256", "sha256")
-# What the names of weights begin with that nanochat has had since 2026-03-09 (6ed7d1d). Its settings are the same.
+# Prefixes of weights that nanochat has had since 2026-03-09 (6ed7d1d). Its settings are the same.
 LATER_NANOCHAT = ("smear_", "backout_")
 
 
 @dataclass
 class Loaded:
-    """A model ready to evaluate (float32 on a CPU, bfloat16 activations on CUDA), and its origin.
-
-    name: of the run. sha256: of the checkpoint's weights, for an exported model too. training: tokens, steps, commit,
-    source and settings of the training run. data: the checkpoint's `PackedData.identity`; empty for an exported model.
-    """
+    """A model ready to evaluate (float32 on a CPU, bfloat16 activations on CUDA), and its origin."""
 
     model: GPT
     tokenizer: Tokenizer
-    name: str
+    name: str  # of the run
     step: int
-    sha256: str
-    training: dict[str, Any]
-    data: dict[str, Any] = field(default_factory=dict)
+    sha256: str  # of the checkpoint's weights, for an exported model too
+    training: dict[str, Any]  # tokens, steps, commit, source and settings of the run
+    data: dict[str, Any] = field(default_factory=dict)  # the checkpoint's `PackedData.identity`
 
 
 def load(path: Path | str, step: int = -1, device: torch.device | str = "cpu") -> Loaded:
@@ -61,22 +58,11 @@ def load(path: Path | str, step: int = -1, device: torch.device | str = "cpu") -
     state, manifest = saved.state, read_json(saved.path / "manifest.json", "manifest")
     if WEIGHTS not in manifest or not {"model_config", "train_config", "data", "tokens", "steps"} <= state.keys():
         raise UserError(f"{saved.path} is not a checkpoint of a language model")
-    model = _build(state["model_config"], saved.tensors("model"), device, saved.path)
-    return Loaded(
-        model=model,
-        tokenizer=_tokenizer(saved.path, model),
-        name=run_folder(saved.path).name,
-        step=saved.step,
-        sha256=manifest[WEIGHTS],
-        training={
-            "tokens": state["tokens"],
-            "steps": state["steps"],
-            "commit": state.get("commit", "unknown"),
-            "source": state["data"]["source"],
-            "settings": state["train_config"],
-        },
-        data=state["data"],
-    )
+    model, data = _build(state["model_config"], saved.tensors("model"), device, saved.path), state["data"]
+    training = {name: state.get(name, "unknown") for name in ("tokens", "steps", "commit")}
+    training |= {"source": data["source"], "settings": state["train_config"]}
+    name, tokenizer = run_folder(saved.path).name, _tokenizer(saved.path, model)
+    return Loaded(model, tokenizer, name, saved.step, manifest[WEIGHTS], training, data)
 
 
 def find_checkpoint(path: Path, step: int = -1) -> Checkpoint:
@@ -95,18 +81,15 @@ def find_checkpoint(path: Path, step: int = -1) -> Checkpoint:
     if step < 0 and (saved := checkpoint.load_newest(folder, warn=lambda message: print(message, file=sys.stderr))):
         return saved
     steps = sorted(int(entry.name[5:]) for entry in folder.glob("step_*") if entry.name[5:].isdigit())
-    if step >= 0 and steps:
-        raise UserError(f"no checkpoint in {path} at step {step}; it has {', '.join(map(str, steps))}")
-    raise UserError(f"no checkpoint in {path}; train one first")
+    at = f" at step {step}; it has {', '.join(map(str, steps))}" if step >= 0 and steps else "; train one first"
+    raise UserError(f"no checkpoint in {path}{at}")
 
 
 def _tokenizer(folder: Path, model: GPT, name: str = FILE_NAME) -> Tokenizer:
     tokenizer, expected = Tokenizer.load(folder, name), model.config.vocab_size
     if tokenizer.vocab_size != expected:
-        raise UserError(
-            f"{folder / name} has {tokenizer.vocab_size} tokens and the model beside it {expected}: it belongs to "
-            "another model; put back the one that the run was trained with"
-        )
+        problem = f"{folder / name} has {tokenizer.vocab_size} tokens and the model beside it {expected}"
+        raise UserError(f"{problem}: it belongs to another model; put back the run's tokenizer")
     return tokenizer
 
 
@@ -120,14 +103,9 @@ def _build(shape: dict[str, Any], weights: dict[str, torch.Tensor], device: torc
     """The model of a saved shape with these weights. Raises UserError if they do not fit each other."""
     try:
         model = build(GPTConfig.from_saved(shape), device)
-        expected = model.state_dict().keys()
-        if unknown := sorted(weights.keys() - expected):
-            raise ValueError(f"such a model has no weights {', '.join(unknown[:3])}")
-        if missing := sorted(expected - weights.keys()):
-            raise ValueError(f"it lacks the weights {', '.join(missing[:3])}")
         model.load_state_dict(weights)
-    except (TypeError, ValueError, RuntimeError) as error:  # torch's last line names the tensor and its shape
-        reason = str(error).splitlines()[-1].strip()
+    except (TypeError, ValueError, RuntimeError) as error:  # torch's last line names the tensors, and wrong shapes
+        reason = shorten(str(error).splitlines()[-1], 200, placeholder=" ...")
         raise UserError(f"{path} does not hold a model of the shape it states: {reason}") from None
     return model.eval()
 
@@ -135,8 +113,8 @@ def _build(shape: dict[str, Any], weights: dict[str, torch.Tensor], device: torc
 def export(loaded: Loaded, folder: Path) -> dict[str, Any]:
     """Write model.safetensors, config.json and the tokenizer to `folder`, which `load` and transformers read.
 
-    The tokenizer is written twice: in our form, and in Hugging Face's for `nanochat_gka.hf`. The folder appears when it
-    is complete. Returns the content of config.json. Raises UserError if the folder holds another model, or other files.
+    The tokenizer is written in our form, and in Hugging Face's for `nanochat_gka.hf`. The folder appears when it is
+    complete. Returns the content of config.json. Raises UserError if the folder holds another model, or other files.
     """
     model = loaded.model
     special = huggingface_tokenizer.special_ids(loaded.tokenizer)
@@ -159,7 +137,7 @@ def export(loaded: Loaded, folder: Path) -> dict[str, Any]:
         checkpoint.write_tensors(model.state_dict(), incoming / WEIGHTS, metadata={"format": "pt"})
         loaded.tokenizer.save(incoming, EXPORTED_NAME)
         huggingface_tokenizer.save(loaded.tokenizer, incoming, model.config.sequence_len)
-        # Every special token ends a text, as for `generation.Engine`, but the padding, which masks go by.
+        # Every special token but the padding ends a text, as for `generation.Engine`.
         ends = [number for number in loaded.tokenizer.special.values() if number != special["pad_token_id"]]
         write_json(incoming / "generation_config.json", {**special, "eos_token_id": ends})
         about["sha256"] = {name: sha256(incoming / name) for name in (WEIGHTS, EXPORTED_NAME)}
@@ -194,8 +172,7 @@ def _load_exported(folder: Path, step: int, device: torch.device | str) -> Loade
         raise UserError(f"{folder} holds step {about['step']}, not {step}")
     for name, digest in about["sha256"].items():
         if not (folder / name).is_file() or sha256(folder / name) != digest:
-            reason = f"its checksum is not the one in {CONFIG}"
-            raise UserError(f"{folder / name} is missing or damaged ({reason}); copy or export it again")
+            raise UserError(f"{folder / name} is missing or damaged (not as {CONFIG} says); copy or export it again")
     try:
         weights = load_file(folder / WEIGHTS)
     except SafetensorError as error:
@@ -211,12 +188,11 @@ def load_upstream(folder: Path, step: int = -1, device: torch.device | str = "cp
     Weights are read with weights_only=True. Raises UserError if there are no such files, if the weights do not fit, or
     if anything in them is not of nanochat at b07604e or of our patches for it.
     """
-    names = {path: re.fullmatch(r"model_(\d+)\.pt", path.name) for path in Path(folder).glob("model_*.pt")}
-    paths = {int(match[1]): path for path, match in names.items() if match}
+    paths = {int(path.stem[6:]): path for path in Path(folder).glob("model_*.pt") if path.stem[6:].isdecimal()}
     if not paths or (step >= 0 and step not in paths):
         raise UserError(f"no upstream checkpoint model_<step>.pt{f' of step {step}' if step >= 0 else ''} in {folder}")
     path = paths[max(paths) if step < 0 else step]
-    meta_path = path.with_name(path.name.replace("model_", "meta_").replace(".pt", ".json"))
+    meta_path = path.with_name(f"meta_{path.stem[6:]}.json")
     shape = read_json(meta_path, "upstream meta data").get("model_config")
     if not isinstance(shape, dict):
         raise UserError(f"{meta_path} has no model_config, the shape of the model")
@@ -225,8 +201,7 @@ def load_upstream(folder: Path, step: int = -1, device: torch.device | str = "cp
         known = "this project reads nanochat's checkpoints up to b07604e of 2026-03-03"
         raise UserError(f"{path} is of a nanochat from after 2026-03-09, by its {', '.join(later)}; {known}")
     layers = sum(bool(re.fullmatch(r"transformer\.h\.\d+\.attn\.c_proj\.weight", name)) for name in weights)
-    weights.setdefault("resid_lambdas", torch.ones(layers))
-    weights.setdefault("x0_lambdas", torch.zeros(layers))
+    weights = {"resid_lambdas": torch.ones(layers), "x0_lambdas": torch.zeros(layers), **weights}
     # What nanochat at the pin, and the first of our patches, did not state.
     return _build({"window_pattern": "L", "gka_values": "normalised", **shape}, weights, device, path)
 
@@ -237,9 +212,8 @@ def from_upstream(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     A head gate is (C, H) there and ours (H, C): its optimiser deals tensors out by their first dimension.
     """
     named = {name.removeprefix("_orig_mod."): tensor for name, tensor in weights.items()}
-    for name in [name for name in named if name.endswith(".attn.head_gate")]:
-        named[f"{name}.weight"] = named.pop(name).mT
-    return named
+    gates = [name for name in named if name.endswith(".attn.head_gate")]
+    return named | {f"{name}.weight": named.pop(name).mT for name in gates}
 
 
 def _read_upstream(path: Path, device: torch.device | str) -> dict[str, torch.Tensor]:

@@ -4,22 +4,14 @@ Legend: B rows, T tokens of the pass in each, n tokens so far, H heads, D head_d
 """
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import torch
 
+if TYPE_CHECKING:
+    from nanochat_gka.model.attention import Attention
+
 Tensors = tuple[torch.Tensor, ...]
-
-
-class AttentionLayer(Protocol):
-    """What a context needs of a layer's attention; see `attention.Attention`."""
-
-    layer: int
-    is_last: bool
-
-    def attend(self, rotary, queries: torch.Tensor, stored: Tensors) -> torch.Tensor: ...
-
-    def attend_cached(self, rotary, queries: torch.Tensor, stored: Tensors, lengths: list[int]) -> torch.Tensor: ...
 
 
 class Context:
@@ -35,14 +27,14 @@ class Context:
         """A pass over `num_tokens` tokens of every row begins."""
         self.positions, self.longest = slice(0, num_tokens), num_tokens
 
-    def attend(self, layer: AttentionLayer, rotary, queries: torch.Tensor, new: Tensors) -> torch.Tensor:
+    def attend(self, layer: "Attention", rotary, queries: torch.Tensor, new: Tensors) -> torch.Tensor:
         """Call `layer.attend` for the queries, (B, T, H, D), and what the tokens they may see have stored.
 
         new: what the tokens of this pass store, each (B, T, H, D). Returns outputs of the tokens that `select` keeps.
         """
         return layer.attend(rotary, queries, new)
 
-    def select(self, layer: AttentionLayer, x: torch.Tensor) -> torch.Tensor:
+    def select(self, layer: "Attention", x: torch.Tensor) -> torch.Tensor:
         """Of a layer's input, (B, T, C), the tokens that the layer computes outputs of."""
         return x
 

@@ -72,8 +72,8 @@ class GPT(nn.Module):
     def compute_in(self, dtype: torch.dtype) -> None:
         """Set the dtype of everything between the embedding tables and the logits. Matrices stay float32.
 
-        On CUDA the tables have it too, as upstream's. On a CPU they stay float32, for there the gradient of a bfloat16
-        table is summed in bfloat16: a frequent token's stops growing after some hundred addends.
+        On CUDA the tables have it too, as upstream's. On a CPU they stay float32: there the gradient of a bfloat16
+        table is summed in bfloat16, and a frequent token's stops growing after some hundred addends.
         """
         if self.device.type == "cuda":
             self.embeddings_to(dtype)
@@ -99,9 +99,8 @@ class GPT(nn.Module):
         """Capped float32 logits of token ids (B, T) or, with targets (B, T), their cross-entropy in nats.
 
         Targets of -1 are ignored. reduction: mean, sum or none, as in torch. context: None for whole sequences; a cache
-        from `new_cache` for tokens that follow those in its rows, and join them.
-        Returns logits (B, T, vocab_size), of fewer tokens where the context selects some; or the loss.
-        Raises ValueError if positions exceed the rotary table.
+        from `new_cache` for tokens that follow those in its rows, and join them. Returns logits (B, T, vocab_size), of
+        the tokens that the context selects; or the loss. Raises ValueError if positions exceed the rotary table.
         """
         hidden = self.hidden(ids, context)
         if targets is None:
@@ -109,7 +108,7 @@ class GPT(nn.Module):
         return cross_entropy(self.raw_logits(hidden).flatten(0, 1), targets.flatten(), reduction)
 
     def hidden(self, ids: torch.Tensor, context: Context | None = None) -> torch.Tensor:
-        """The first part of `forward`: what the head reads, (B, T, n_embd). For callers who need few of the logits."""
+        """The first part of `forward`: the head's input, (B, T, n_embd). For callers who need few of the logits."""
         context = Context() if context is None else context
         context.begin(ids.shape[1])
         if context.longest > self.rotary.length:
@@ -118,20 +117,18 @@ class GPT(nn.Module):
         x = x0 = norm(self.transformer.wte(ids).to(self.dtype))
         for layer, block in enumerate(self.transformer.h):
             x = self.resid_lambdas[layer].to(x.dtype) * x + self.x0_lambdas[layer].to(x.dtype) * x0
-            x = block(x, self.value_embedding(layer, ids), self.rotary, context)
+            tables = self.value_embeds
+            value_embedding = tables[str(layer)](ids).to(x.dtype) if str(layer) in tables else None
+            x = block(x, value_embedding, self.rotary, context)
         context.end()
         return norm(x)
-
-    def value_embedding(self, layer: int, ids: torch.Tensor) -> torch.Tensor | None:
-        """The layer's own embedding of token ids (B, T), (B, T, n_embd); None in a layer without."""
-        return self.value_embeds[str(layer)](ids).to(self.dtype) if str(layer) in self.value_embeds else None
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """The second part of `forward`: capped float32 logits (..., vocab_size) of hidden states (..., n_embd)."""
         return capped(self.raw_logits(hidden))
 
     def raw_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Logits that are not capped yet, in the dtype of the hidden states."""
+        """Logits before the cap, in the dtype of the hidden states."""
         return self.lm_head(hidden)[..., : self.config.vocab_size]
 
     def new_cache(
@@ -139,8 +136,8 @@ class GPT(nn.Module):
     ) -> KVCache:
         """An empty cache for `rows` sequences of at most `capacity` tokens, in the dtype of the activations.
 
-        in_use: rows to begin with, None for all. keep_keys: a second tensor in GKA layers whose keys would have to be
-        computed again; ValueError if there are none. last_only: the model returns the last token's logits alone.
+        in_use: rows to begin with, None for all. keep_keys: store keys too in layers that otherwise derive them from
+        values; ValueError if there are none. last_only: the model returns the last token's logits alone.
         """
         if keep_keys and not self.derives_keys:
             raise ValueError("keep_keys is for gka layers whose values are not rotated, and this model has none")
@@ -156,13 +153,12 @@ class GPT(nn.Module):
 
     @property
     def derives_keys(self) -> bool:
-        """Whether decoding computes keys again in some layer (`Attention.derives_keys`): a cache may keep them."""
+        """Whether some layer derives keys from values while decoding, unless a cache keeps them."""
         return any(attn.derives_keys for attn in self.attentions)
 
     def operators(self) -> list[str]:
-        """Which implementations of the operator train this model's layers where they are, without repetition."""
-        names = {attn.operator(self.dtype) for attn in self.attentions}
-        return sorted(name for name in names if name)
+        """The implementations of the operator that train this model's layers, without repetition."""
+        return sorted({attn.operator(self.dtype) for attn in self.attentions} - {None})
 
     def bandwidths(self) -> dict[int, torch.Tensor]:
         """Learned sigma per head, (H,), of every layer that has them."""

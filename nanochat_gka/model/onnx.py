@@ -44,9 +44,9 @@ class PlainCache(Context):
 
     def attend(self, layer: Attention, rotary, queries, new):
         first, count = len(self.present), layer.cached_tensors
-        stored = [torch.cat(pair, 1) for pair in zip(self.past[first : first + count], new[:count])]
+        stored = tuple(torch.cat(pair, 1) for pair in zip(self.past[first : first + count], new[:count]))
         self.present += stored
-        values, keys = self._values_and_keys(layer, rotary, stored)
+        keys, values = layer.keys_and_values(rotary, self.everyone.shape[1], stored)
         if layer.kind.has_bandwidth:  # features of constant norm: plain attention (docs/mathematics.md)
             queries = queries * inverse_variance(layer.log_sigma)[:, None]
         else:
@@ -54,17 +54,6 @@ class PlainCache(Context):
         queries, keys, values = (t.transpose(1, 2) for t in (queries, keys, values))
         weights = (queries @ keys.transpose(2, 3) + self._mask(layer.window)).softmax(-1)
         return (weights @ values).transpose(1, 2)
-
-    def _values_and_keys(self, layer: Attention, rotary, stored):
-        if not layer.kind.has_bandwidth:
-            keys, values = stored
-        elif layer.derives_keys:
-            values, keys = stored[0], layer.features(stored[0], rotary, self.everyone)
-        else:
-            values, keys = stored[0], stored[-1]
-        if layer.pairing is not None:
-            keys, values = layer.pairing(keys, values)
-        return values, keys
 
     def _mask(self, window: int) -> torch.Tensor:
         """0 where a query sees a key, -inf elsewhere, (T, n)."""
@@ -74,20 +63,15 @@ class PlainCache(Context):
         return self.masks[window]
 
 
-def check_form(model: GPT) -> None:
-    onnx.require()
-
-
 @torch.no_grad()
 def write(model: GPT, folder: Path, about: dict[str, Any]) -> Path:
     """Write model.onnx to `folder` and return its path.
 
     Inputs: ids (B, T) int64 and past.LAYER.NUMBER (B, P, H, D) float32, P 0 or more. Outputs: logits (B, T, vocab_size)
     float32 and present.LAYER.NUMBER (B, P + T, H, D), the next call's past. P + T is at most the rotary table, 10 times
-    the training length. about: what the file's metadata say. Raises UserError as `check_form` does, or if the
+    the training length. about: the file's metadata. Raises UserError if the extra is not installed, or if the
     file does not compute what the model does; it is deleted then.
     """
-    check_form(model)
     simple = copy.deepcopy(model).cpu().float().eval()
     simple.rounded_to = None
     simple.rotary.cos, simple.rotary.sin = (table.float() for table in (simple.rotary.cos, simple.rotary.sin))

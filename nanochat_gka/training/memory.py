@@ -99,17 +99,12 @@ def device_bytes(device: torch.device) -> int:
     return main_memory() // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
-def rows_at_once(config: GPTConfig, device_type: str, memory: int, ranks: int = 1, training: bool = True) -> int:
-    """Rows of a micro-batch that fit `memory` bytes by arithmetic: at least 1, at most MOST_TOKENS."""
-    held = fixed_bytes(config, device_type, ranks)[0] if training else 4 * sum(parameters(config))
-    fitting = int((USABLE[device_type] * memory - held) // row_bytes(config, device_type, training))
-    return max(1, min(fitting, MOST_TOKENS[device_type] // config.sequence_len))
-
-
-def rows_of_step_at_once(config: GPTConfig, rows: int, runtime: Runtime) -> int:
-    """Rows of a micro-batch of a step of `rows`: what fits by arithmetic, at most a process's share."""
-    device, processes = runtime.device, runtime.world_size
-    return min(rows_at_once(config, device.type, device_bytes(device), processes), -(-rows // processes))
+def rows_at_once(config: GPTConfig, device: torch.device, ranks: int = 1, training: bool = True) -> int:
+    """Rows of a micro-batch that fit the device by arithmetic: at least 1, at most MOST_TOKENS."""
+    kind = device.type
+    held = fixed_bytes(config, kind, ranks)[0] if training else 4 * sum(parameters(config))
+    fitting = int((USABLE[kind] * device_bytes(device) - held) // row_bytes(config, kind, training))
+    return max(1, min(fitting, MOST_TOKENS[kind] // config.sequence_len))
 
 
 def check_fits(config: GPTConfig, device: torch.device, ranks: int) -> None:

@@ -7,8 +7,10 @@ Every transfer is started before any is waited for.
 """
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain
 from typing import Annotated
 
 import torch
@@ -17,11 +19,14 @@ import torch.distributed as dist
 from nanochat_gka.model.accounting import REFERENCE_BATCH
 from nanochat_gka.model.attention import ADAMW_PARTS
 from nanochat_gka.model.gpt import GPT
-from nanochat_gka.training.dealing import Dealer, wait
 from nanochat_gka.training.muon import muon_update, second_moment_shape
 from trainkit_gka.cli import Bounds, Group, UserError
 from trainkit_gka.distributed import Runtime
 
+# Newer torch renames the two collectives and warns about the old names.
+reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+MOMENTS = ("exp_avg", "exp_avg_sq")  # of AdamW, in names of saved state
 MUON_BETA2 = 0.95
 ADAM_EPS = 1e-10
 X0_BETAS = (0.96, 0.95)
@@ -66,7 +71,7 @@ class OptimConfig:
 
 
 @dataclass
-class Group:
+class ParameterGroup:
     """Parameters that are updated together. `initial_lr` is the rate at multiplier 1."""
 
     kind: str  # adamw or muon
@@ -80,16 +85,16 @@ class Group:
 
 def parameter_groups(
     model: GPT, config: OptimConfig, lr_scale: float = 1.0, weight_decay_scale: float = 1.0
-) -> list[Group]:
+) -> list[ParameterGroup]:
     """Every parameter in one group, in nanochat's order. What is not nanochat's is updated by AdamW, without decay."""
     betas = (config.adam_beta1, config.adam_beta2)
     width_scale = (model.config.n_embd / REFERENCE_WIDTH) ** -0.5
     lr_scale *= math.sqrt(REFERENCE_BATCH / config.lr_batch_size)
     named = dict(model.named_parameters())
 
-    def adamw(prefixes: tuple[str, ...], lr: float, betas=betas) -> Group:
+    def adamw(prefixes: tuple[str, ...], lr: float, betas=betas) -> ParameterGroup:
         names = [name for name in named if name.startswith(prefixes)]
-        return Group("adamw", names, [named.pop(name) for name in names], lr * lr_scale, betas)
+        return ParameterGroup("adamw", names, [named.pop(name) for name in names], lr * lr_scale, betas)
 
     groups = [
         adamw(("lm_head",), config.unembedding_lr * width_scale),
@@ -98,20 +103,18 @@ def parameter_groups(
         adamw(("resid_lambdas",), config.scalar_lr * LAMBDA_LR_FACTOR),
         adamw(("x0_lambdas",), config.scalar_lr, X0_BETAS),
     ]
-    for part, (rate, factor) in ADAMW_PARTS.items():
-        groups.append(
-            adamw(tuple(name for name in named if f".attn.{part}." in f"{name}."), getattr(config, rate) * factor)
-        )
+    for part, rate in ADAMW_PARTS.items():
+        groups.append(adamw(tuple(name for name in named if f".attn.{part}." in f"{name}."), getattr(config, rate)))
     for shape in sorted({tuple(p.shape) for p in named.values()}):
         names = [name for name, p in named.items() if tuple(p.shape) == shape]
         if len(shape) != 2:
             raise ValueError(f"no optimiser group takes parameters of shape {shape}: {names}")
         matrices, decay = [named[name] for name in names], config.weight_decay * weight_decay_scale
-        groups.append(Group("muon", names, matrices, config.matrix_lr * lr_scale, weight_decay=decay))
+        groups.append(ParameterGroup("muon", names, matrices, config.matrix_lr * lr_scale, weight_decay=decay))
     return [group for group in groups if group.parameters]
 
 
-def check_decay(groups: list[Group]) -> None:
+def check_decay(groups: list[ParameterGroup]) -> None:
     """Raises UserError if the first step's weight decay would take all of a matrix's entries away, or more."""
     muon = [group for group in groups if group.kind == "muon"]
     largest = max(
@@ -132,6 +135,56 @@ def adamw_update(parameter, gradient, exp_avg, exp_avg_sq, step, lr, beta1, beta
     parameter.sub_(exp_avg / root * (lr / (1 - beta1**step)))
 
 
+class Dealer:
+    """A tensor in equal shares of its first dimension for the ranks, or with deals=False whole on every rank.
+
+    Zeros pad the end. `padded`: a result of `pad`.
+    """
+
+    def __init__(self, runtime: Runtime, deals: bool = True):
+        self.several = runtime.world_size > 1
+        self.rank, self.ranks = (runtime.rank, runtime.world_size) if deals else (0, 1)
+
+    def share(self, count: int) -> int:
+        """A rank's part of a dimension of `count`; the last ranks may hold padding."""
+        return -(-count // self.ranks)
+
+    def pad(self, tensor: torch.Tensor) -> torch.Tensor:
+        """`tensor`, or a copy with zeros after it if the shares would not be equal."""
+        padding = self.share(len(tensor)) * self.ranks - len(tensor)
+        return torch.cat([tensor, tensor.new_zeros(padding, *tensor.shape[1:])]) if padding else tensor
+
+    def part(self, padded: torch.Tensor) -> torch.Tensor:
+        """This rank's share, a view."""
+        share = self.share(len(padded))
+        return padded[self.rank * share : (self.rank + 1) * share]
+
+    def reduce(self, padded: torch.Tensor):
+        """(this rank's share of the sum over ranks, the transfers to wait for)."""
+        if self.ranks == 1:
+            return padded, [dist.all_reduce(padded, async_op=True)] if self.several else []
+        part = torch.empty_like(self.part(padded))
+        return part, [reduce_scatter(part, padded, async_op=True)]
+
+    def gather(self, padded: torch.Tensor):
+        """The transfers that bring every rank's share of `padded` to all of them, in place."""
+        return [] if self.ranks == 1 else [all_gather(padded, self.part(padded).clone(), async_op=True)]
+
+    def gathered(self, part: torch.Tensor, count: int) -> torch.Tensor:
+        """The ranks' shares together, without the padding (a collective)."""
+        if self.ranks == 1:
+            return part
+        padded = part.new_empty(len(part) * self.ranks, *part.shape[1:])
+        all_gather(padded, part)
+        return padded[:count]
+
+
+def wait(works) -> None:
+    """Wait for transfers."""
+    for work in works:
+        work.wait()
+
+
 class MuonAdamW:
     """The optimiser of a GPT. `step` takes the schedule's values.
 
@@ -139,25 +192,23 @@ class MuonAdamW:
     (`muon.product`).
     """
 
-    def __init__(self, groups: list[Group], runtime: Runtime, compile: bool = False, through_float32: bool = False):
-        self.groups, self.runtime, self.steps, self.deal = groups, runtime, 0, Dealer(runtime)
+    def __init__(
+        self, groups: list[ParameterGroup], runtime: Runtime, compile: bool = False, through_float32: bool = False
+    ):
+        self.groups, self.runtime, self.steps = groups, runtime, 0
+        self.deal, self.everywhere = Dealer(runtime), Dealer(runtime, deals=False)
         # For a CPU one program serves many shapes: it is as fast as one for each, and compiled sooner.
         dynamic = runtime.device.type == "cpu"
         self._adamw, self._muon = (
             torch.compile(f, dynamic=dynamic) if compile else f
             for f in (adamw_update, partial(muon_update, through_float32=through_float32))
         )
-        for group in groups:
-            first = group.parameters[0]
-            if group.kind == "muon":
-                share = self.deal.share(len(group.parameters))
-                group.state["momentum_buffer"] = first.new_zeros(share, *first.shape)
-                group.state["second_momentum_buffer"] = first.new_zeros(share, *second_moment_shape(first.shape))
-                continue
-            for name, parameter in zip(group.names, group.parameters):
-                shape = self.deal.share(parameter.numel()) if self._is_dealt(parameter) else parameter.shape
-                group.state[f"{name}.exp_avg"] = parameter.new_zeros(shape)
-                group.state[f"{name}.exp_avg_sq"] = parameter.new_zeros(shape)
+        for group in self._groups("muon"):
+            first, share = group.parameters[0], self.deal.share(len(group.parameters))
+            group.state["momentum_buffer"] = first.new_zeros(share, *first.shape)
+            group.state["second_momentum_buffer"] = first.new_zeros(share, *second_moment_shape(first.shape))
+        for state, key, parameter, deal in self._moments():
+            state[key] = parameter.new_zeros(deal.share(parameter.numel()))
 
     def zero_grad(self) -> None:
         for group in self.groups:
@@ -186,100 +237,90 @@ class MuonAdamW:
             if parameters:
                 torch._foreach_copy_(parameters, updated)
 
+    def _groups(self, kind: str) -> list[ParameterGroup]:
+        return [group for group in self.groups if group.kind == kind]
+
     def _scalar(self, value: float) -> torch.Tensor:
         """A hyperparameter as a 0-d tensor on the device: a number would be compiled in."""
         return torch.tensor(float(value), device=self.runtime.device)
 
     # Muon
 
-    def _reduce_muon(self, group: Group):
+    def _reduce_muon(self, group: ParameterGroup):
         return self.deal.reduce(self.deal.pad(torch.stack([parameter.grad for parameter in group.parameters])))
 
-    def _update_muon(self, group: Group, gradients, lr, momentum, weight_decay_multiplier):
+    def _update_muon(self, group: ParameterGroup, gradients, lr, momentum, weight_decay_multiplier):
         """(parameters, their new values, the transfers to wait for)."""
         count, share = len(group.parameters), self.deal.share(len(group.parameters))
         stacked = self.deal.pad(torch.stack(group.parameters))
-        own, mine = self.deal.own(stacked), max(0, min(share, count - self.runtime.rank * share))  # the rest is padding
+        part, mine = self.deal.part(stacked), max(0, min(share, count - self.runtime.rank * share))  # without padding
         if mine:
             state = (group.state[name][:mine] for name in ("momentum_buffer", "second_momentum_buffer"))
             momentum, weight_decay, beta2 = (
                 self._scalar(v) for v in (momentum, group.weight_decay * weight_decay_multiplier, group.betas[1])
             )
-            self._muon(own[:mine], gradients[:mine], *state, momentum, lr, weight_decay, beta2)
+            self._muon(part[:mine], gradients[:mine], *state, momentum, lr, weight_decay, beta2)
         return group.parameters, list(stacked[:count].unbind()), self.deal.gather(stacked)
 
-    # AdamW
+    # AdamW, of flat tensors
 
-    def _is_dealt(self, parameter: torch.Tensor) -> bool:
-        return self.runtime.world_size > 1 and parameter.numel() >= SMALLEST_DEALT
+    def _dealer(self, parameter: torch.Tensor) -> Dealer:
+        return self.deal if parameter.numel() >= SMALLEST_DEALT else self.everywhere
 
-    def _reduce_adamw(self, group: Group):
-        gradients, works = [], []
-        for parameter in group.parameters:
-            if self._is_dealt(parameter):
-                own, started = self.deal.reduce(self.deal.pad(parameter.grad.flatten()))
-            else:
-                own, started = parameter.grad, []
-                if self.runtime.world_size > 1:
-                    started = [dist.all_reduce(own, async_op=True)]
-            gradients.append(own)
-            works += started
-        return gradients, works
+    def _reduce_adamw(self, group: ParameterGroup):
+        deals = ((self._dealer(parameter), parameter.grad.flatten()) for parameter in group.parameters)
+        gradients, works = zip(*(deal.reduce(deal.pad(gradient)) for deal, gradient in deals))
+        return gradients, list(chain(*works))
 
-    def _update_adamw(self, group: Group, gradients, lr):
-        """(parameters, their new values, the transfers to wait for) of each tensor that is dealt out."""
+    def _update_adamw(self, group: ParameterGroup, gradients, lr):
+        """(parameters, their new values, the transfers to wait for) of each tensor."""
         beta1, beta2, step = (self._scalar(value) for value in (*group.betas, self.steps))
         gathers = []
         for name, parameter, gradient in zip(group.names, group.parameters, gradients):
-            moments = (group.state[f"{name}.exp_avg"], group.state[f"{name}.exp_avg_sq"])
-            dealt = self._is_dealt(parameter)
-            whole = self.deal.pad(parameter.flatten()) if dealt else parameter
-            self._adamw(self.deal.own(whole) if dealt else whole, gradient, *moments, step, lr, beta1, beta2)
-            if dealt:
-                updated = whole[: parameter.numel()].view_as(parameter)
-                padded = whole.data_ptr() != parameter.data_ptr()  # otherwise they are the same memory
-                gathers.append(([parameter] * padded, [updated] * padded, self.deal.gather(whole)))
+            deal, moments = self._dealer(parameter), (group.state[f"{name}.{moment}"] for moment in MOMENTS)
+            flat = deal.pad(parameter.flatten())
+            self._adamw(deal.part(flat), gradient, *moments, step, lr, beta1, beta2)
+            updated = flat[: parameter.numel()].view_as(parameter)
+            padded = len(flat) > parameter.numel()  # otherwise they are the same memory
+            gathers.append(([parameter] * padded, [updated] * padded, deal.gather(flat)))
         return gathers
 
     # State
+
+    def _moments(self) -> Iterator[tuple[dict[str, torch.Tensor], str, torch.Tensor, Dealer]]:
+        """AdamW's two moments of every parameter: the group's state, the key in it, the parameter, its dealer."""
+        for group in self._groups("adamw"):
+            for name, parameter in zip(group.names, group.parameters):
+                for moment in MOMENTS:
+                    yield group.state, f"{name}.{moment}", parameter, self._dealer(parameter)
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """All optimiser state by parameter name, gathered from every rank (a collective: call it on all of them).
 
         With several ranks only rank 0 gets it, on the CPU: together it may not fit a GPU.
         """
-        state = {"steps": torch.tensor(self.steps)}
+        result = {"steps": torch.tensor(self.steps)}
         several = self.runtime.world_size > 1
 
-        def keep(key: str, value: torch.Tensor) -> None:
+        def add(key: str, value: torch.Tensor) -> None:
             if self.runtime.is_main:
-                state[key] = value.to("cpu", copy=True) if several else value
+                result[key] = value.to("cpu", copy=True) if several else value
 
-        for group in self.groups:
-            if group.kind == "muon":
-                for key, own in group.state.items():
-                    whole = self.deal.whole(own, len(group.names))
-                    for name, value in zip(group.names, whole):
-                        keep(f"{name}.{key}", value)
-                continue
-            for name, parameter in zip(group.names, group.parameters):
-                for key in (f"{name}.exp_avg", f"{name}.exp_avg_sq"):
-                    own = group.state[key]
-                    dealt = self._is_dealt(parameter)
-                    keep(key, self.deal.whole(own, parameter.numel()).view_as(parameter) if dealt else own)
-        return state
+        for group in self._groups("muon"):
+            for key, part in group.state.items():
+                for name, value in zip(group.names, self.deal.gathered(part, len(group.names))):
+                    add(f"{name}.{key}", value)
+        for state, key, parameter, deal in self._moments():
+            add(key, deal.gathered(state[key], parameter.numel()).view_as(parameter))
+        return result
 
     def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
         """Take this rank's part of a state saved by any number of ranks. Raises KeyError if a tensor is missing."""
         self.steps = int(state["steps"])
-        for group in self.groups:
-            if group.kind == "muon":
-                first = self.runtime.rank * self.deal.share(len(group.names))
-                for key, own in group.state.items():
-                    for slot, name in zip(own, group.names[first : first + len(own)]):
-                        slot.copy_(state[f"{name}.{key}"])
-                continue
-            for name, parameter in zip(group.names, group.parameters):
-                for key in (f"{name}.exp_avg", f"{name}.exp_avg_sq"):
-                    dealt = self._is_dealt(parameter)
-                    group.state[key].copy_(self.deal.own(self.deal.pad(state[key].flatten())) if dealt else state[key])
+        for group in self._groups("muon"):
+            first = self.runtime.rank * self.deal.share(len(group.names))
+            for key, part in group.state.items():
+                for slot, name in zip(part, group.names[first : first + len(part)]):
+                    slot.copy_(state[f"{name}.{key}"])
+        for here, key, _, deal in self._moments():
+            here[key].copy_(deal.part(deal.pad(state[key].flatten())))

@@ -7,34 +7,26 @@ import pytest
 import torch
 
 import tiny
-from nanochat_gka.accounting import AccountingConfig, account
+from nanochat_gka import accounting
 from nanochat_gka.model.accounting import flops_per_token, meta_model, plan
 from nanochat_gka.model.config import GPTConfig
 from nanochat_gka.model.gpt import build
 from operator_cases import CPU
 from trainkit_gka.cli import UserError
 
-
-def test_the_command_prints_the_papers_gka_row():
-    flags = ["--depth", 20, "--attention", "gka", "--target-param-data-ratio", 8.25, "--json"]
-    done = tiny.call("nanochat_gka.accounting", *flags)
-    numbers = json.loads(done.stdout)
-    assert numbers["parameters"] == 378_798_320 and numbers["gka_values"] == "rotated"  # the paper's form
-    assert numbers["flops_per_token"] == 2_414_347_440
-    assert (numbers["train_tokens"], numbers["steps"], numbers["total_batch_size"]) == (2_778_726_400, 2650, 2**20)
-    assert f"{numbers['train_flops']:.4e}" == "6.7088e+18"  # the paper prints 6.7088e18 for 6.70881e18
+NAMES = ("parameters", "flops_per_token", "train_tokens", "steps", "total_batch_size", "gka_values")
+GKA = 378_798_320, 2_414_347_440, 2_778_726_400, 2650, 2**20, "rotated"
+SOFTMAX = 896_535_720, 3_004_189_440, 4_568_645_632, 4357, 2**20, None
+# The paper prints 6.7088e18 for 6.70881e18.
+ROWS = [("gka", 8.25, GKA, "6.7088e+18", 0.0746177), ("softmax", 10.5, SOFTMAX, "1.3725e+19", 0.0715628)]
 
 
-def test_the_papers_baseline_row():
-    numbers = account(AccountingConfig(depth=20, attention="softmax"))
-    assert numbers["parameters"] == 896_535_720
-    assert numbers["flops_per_token"] == 3_004_189_440
-    assert (numbers["train_tokens"], numbers["steps"], numbers["total_batch_size"]) == (4_568_645_632, 4357, 2**20)
-    assert f"{numbers['train_flops']:.4e}" == "1.3725e+19"
-
-
-@pytest.mark.parametrize("attention, ratio, decay", [("softmax", 10.5, 0.0715628), ("gka", 8.25, 0.0746177)])
-def test_horizon_scales_of_the_d20_runs(attention, ratio, decay):
+@pytest.mark.parametrize("attention, ratio, numbers, flops, decay", ROWS, ids=["gka", "softmax"])
+def test_the_papers_rows(attention, ratio, numbers, flops, decay, capsys):
+    flags = ["--depth", 20, "--attention", attention, "--target-param-data-ratio", ratio, "--json"]
+    assert tiny.exit_code(accounting.main, accounting.AccountingConfig, *flags) == 0
+    printed = json.loads(capsys.readouterr().out)
+    assert tuple(map(printed.get, NAMES)) == numbers and f"{printed['train_flops']:.4e}" == flops
     shape = partial(GPTConfig.from_depth, attention=attention)
     horizon = plan(meta_model(shape(20)), shape, ratio=ratio)
     assert horizon.lr_scale == pytest.approx(2**0.5)
@@ -42,9 +34,7 @@ def test_horizon_scales_of_the_d20_runs(attention, ratio, decay):
 
 
 def test_steps_come_from_the_first_setting():
-    def shape(depth):
-        return GPTConfig.from_depth(depth, attention="gka")
-
+    shape = partial(GPTConfig.from_depth, attention="gka")
     model = meta_model(shape(4))
     assert plan(model, shape, num_iterations=7, target_flops=1e18).steps == 7
     by_flops = plan(model, shape, target_flops=1e16, total_batch_size=2**16)

@@ -36,7 +36,7 @@ def test_an_exported_model_gives_the_same_logits(variant, packed, tokenizer, tmp
     assert not loaded.model.training
 
 
-def test_an_exported_folder_says_what_the_model_is(trained, tmp_path):
+def test_an_exported_folder_describes_the_model(trained, packed, tokenizer, tmp_path, capsys):
     out = exported(trained, tmp_path / "out")
     ours = {"model.safetensors", "config.json", "gka_tokenizer.json", "README.md"}
     theirs = {"tokenizer.json", "tokenizer_config.json", "generation_config.json"}
@@ -53,14 +53,10 @@ def test_an_exported_folder_says_what_the_model_is(trained, tmp_path):
         (out / name).write_text("of an earlier day")
     assert exported(trained, out) == out  # again, the same model
     assert not (out / "model.onnx").exists() and (out / "notes.txt").exists()
-
-
-def test_an_export_does_not_replace_another_model(trained, packed, tokenizer, tmp_path, capsys):
     other = awake(dataclasses.replace(SHAPE, vocab_size=tokenizer.vocab_size))
-    of_other = exported((write_run(tmp_path / "other", other, packed / "tokenizer"), other), tmp_path / "exported")
-    with pytest.raises(SystemExit):
-        exported(trained, of_other)
-    assert "holds another model" in capsys.readouterr().err and load(of_other).name == "other"
+    with pytest.raises(SystemExit):  # does not replace another model
+        exported((write_run(tmp_path / "other", other, packed / "tokenizer"), other), out)
+    assert "holds another model" in capsys.readouterr().err and load(out).name == "tiny-run"
 
 
 NOT_OURS = "not of a model that this project exported"
@@ -95,19 +91,20 @@ def test_another_models_tokenizer_is_refused(trained, tokenizer, tmp_path):
     more = {**tokenizer.ranks, **{f"zz{number}".encode(): len(tokenizer.ranks) + number for number in range(40)}}
     Tokenizer(more).save(saved)
     rewrite_json(saved / "manifest.json", **{"tokenizer.json": sha256(saved / "tokenizer.json")})
-    with tiny.one_line_error(f"tokens and the model beside it {tokenizer.vocab_size}: it belongs to another model"):
+    with tiny.one_line_error(f"the model beside it {tokenizer.vocab_size}: it belongs to another model"):
         load(folder)
 
 
 def test_evaluate_asks_what_nanochat_asks(trained, tokenizer, tmp_path):
-    flags = ["--run", trained[0], "--eval", "sample", "--results", tmp_path / "results.jsonl", "--device-type", "cpu"]
-    run(evaluate.main, evaluate.EvaluateConfig, list(map(str, flags)))
-    metrics = json.loads((tmp_path / "results.jsonl").read_text())["metrics"]
+    def samples(*more):
+        flags = ["--run", trained[0], "--eval", "sample", "--results", tmp_path / "bpb.jsonl", "--device-type", "cpu"]
+        assert tiny.exit_code(evaluate.main, evaluate.EvaluateConfig, *flags, *more) == 0
+        return json.loads((tmp_path / "bpb.jsonl").read_text().splitlines()[-1])["metrics"]
+
+    metrics = samples()
     engine = Engine(trained[1], tokenizer)
     want = engine.complete(SAMPLE_PROMPTS, Sampling(max_tokens=16, temperature=0))
     assert list(metrics["samples"].items()) == list(zip(SAMPLE_PROMPTS, want)) and len(SAMPLE_PROMPTS) == 7
     assert [metrics["unconditioned"]] == engine.complete([""], Sampling(8, max_tokens=128, temperature=1.0, top_k=0))
-    flags += ["--unconditioned", 0, "--prompt", "the", "--num-samples", 2, "--temperature", 1]
-    run(evaluate.main, evaluate.EvaluateConfig, list(map(str, flags)))
-    last = json.loads((tmp_path / "results.jsonl").read_text().splitlines()[-1])["metrics"]
+    last = samples("--unconditioned", 0, "--prompt", "the", "--num-samples", 2, "--temperature", 1)
     assert list(last["samples"]) == ["the"] and len(set(last["samples"]["the"])) == 2 and "unconditioned" not in last

@@ -35,9 +35,7 @@ def test_onnx_prefills_and_decodes_as_torch(tmp_path):
             one, *past = onnx.run(session, part, *past)
             logits.append(one)
         torch.testing.assert_close(torch.cat(logits, 1), expected, rtol=1e-5, atol=1e-5)
-    assert [tuple(t.shape) for t in past] == [
-        (3, 21, 4, 16)
-    ] * 5  # one tensor of the gka layer without value embeddings
+    assert [tuple(t.shape) for t in past] == [(3, 21, 4, 16)] * 5  # one of the gka layer without value embeddings
 
 
 @pytest.mark.slow

@@ -1,29 +1,30 @@
-"""Training: what a run leaves and says of itself, its schedule, the same step on any number of ranks."""
+"""Training: results of a run, its schedule, the same step on any number of ranks, runs that continue."""
 
 import json
 import shutil
 
-import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
 
 import gpt_runs
 import tiny
-from gpt_runs import MODULE, STEPS, events, flags, metrics
+from gpt_runs import MODULE, STEPS, events, final, flags, metrics
 from nanochat_gka import evaluate
 from nanochat_gka.data.loader import PackedData, RowStream
 from nanochat_gka.model.accounting import scaling_parameters
+from nanochat_gka.model.checkpoints import load
 from nanochat_gka.model.config import GPTConfig
 from nanochat_gka.model.gpt import build
 from nanochat_gka.train import TrainConfig
 from nanochat_gka.training.optim import MuonAdamW, OptimConfig, parameter_groups
+from tiny_gpt import PRESET
+from tiny_pack import rewrite_json
+from trainkit_gka import checkpoint
 from trainkit_gka.distributed import Runtime
+from trainkit_gka.files import sha256
 
 TOKENS = STEPS * 8 * tiny.SEQUENCE_LEN
-
-
-# What a run leaves
 
 
 def test_finished_run_learned_and_is_recorded(packed, uninterrupted):
@@ -37,25 +38,20 @@ def test_finished_run_learned_and_is_recorded(packed, uninterrupted):
     assert "already trained" in tiny.call(MODULE, *flags(packed, uninterrupted)).stdout
 
 
-TAGS = [
-    ({}, "d20-gka"),
-    (dict(gka_values="normalised"), "d20-gka-normalised"),
-    (dict(gka_values="normalised", head_offsets="PS"), "d20-gka-PS-normalised"),
-    (dict(attention="GGGA", gka_values="normalised"), "d20-GGGA-normalised"),
-    (dict(attention="softmax"), "d20-softmax"),
-    (dict(attention="softmax", value_embeds="none"), "d20-softmax-no-VE"),
-    (dict(head_offsets="PS", value_embeds="all"), "d20-gka-PS-VE"),
-    (dict(value_embeds="every-layer"), "d20-gka-VE-every-layer"),
-    (dict(gka_values="normalised", model_tag="mine"), "mine"),
-]
-
-
-@pytest.mark.parametrize("settings, tag", TAGS, ids=str)
-def test_each_form_of_gka_has_its_own_run_name(settings, tag):
+@pytest.mark.parametrize(
+    "settings, tag",
+    [
+        ({}, "d20-gka"),
+        (dict(attention="softmax", value_embeds="none"), "d20-softmax-no-VE"),
+        (dict(attention="softmax", gka_values="normalised", offset_layers="all"), "d20-softmax-everywhere"),
+        (dict(attention="GGGA", value_embeds="every-layer"), "d20-GGGA-VE-every-layer"),
+        (PRESET, "d20-gka-PS-normalised-channels-gates-VE"),
+        (dict(gka_values="normalised", model_tag="mine"), "mine"),
+    ],
+    ids=str,
+)
+def test_each_form_has_a_run_name(settings, tag):
     assert TrainConfig(depth=20, **settings).tag == tag
-
-
-# The rows of a run
 
 
 def evaluation(folder, capsys, *more):
@@ -84,24 +80,7 @@ def test_evaluation_finds_the_rows_of_the_run(packed, tmp_path, capsys):
     assert code == 2 and error.count("\n") == 1 and "there/packed" in error and "give --data FOLDER with rows" in error
 
 
-def test_ids_that_are_not_in_the_vocabulary_name_file_and_row(packed, tmp_path, capsys):
-    """Of a damaged file whose checksum nobody verifies; training reads the rows in another order."""
-    shutil.copytree(packed / "packed", tmp_path / "packed")
-    path = tmp_path / "packed/train_000000.bin"
-    rows = np.fromfile(path, dtype="<u2").reshape(-1, tiny.SEQUENCE_LEN + 1)
-    for first_wrong in (60000, 300):
-        rows[1, 5] = rows[1, 6] = first_wrong
-        rows.tofile(path)
-        assert gpt_runs.train(tmp_path, tmp_path / "out", "--no-verify-data", "--save-every", -1) == 2
-        errors = capsys.readouterr().err
-        assert f"{path} is damaged: row 1 has id {first_wrong}, and the vocabulary has 300 tokens" in errors
-        assert errors.count("\n") == 1
-
-
-# Steps
-
-
-def test_the_trainer_follows_the_schedule(packed, tmp_path):
+def test_the_trainer_follows_the_schedule(packed, tmp_path, one_thread):
     """The run, step by step with the pieces that have golden numbers of their own: bit-identical weights.
 
     Base rates that matter, warm-up, warm-down to a fraction, and decay; one micro-batch per step, so that sums have one
@@ -109,8 +88,7 @@ def test_the_trainer_follows_the_schedule(packed, tmp_path):
     """
     schedule = ["--warmup-ratio", 0.25, "--warmdown-ratio", 0.5, "--final-lr-frac", 0.1]
     steps, more = 8, [*schedule, "--device-batch-size", 8, "--matrix-lr", 0.5, "--weight-decay", 2]
-    tiny.call(MODULE, *flags(packed, tmp_path, "--num-iterations", steps, *more))
-    torch.set_num_threads(1)
+    assert gpt_runs.train(packed, tmp_path, "--num-iterations", steps, *more) == 0
     torch.manual_seed(42)
     data = PackedData(packed / "packed")
     fields = dict(aspect_ratio=16, head_dim=16, window_pattern="SL", attention="GA", sequence_len=tiny.SEQUENCE_LEN)
@@ -126,11 +104,8 @@ def test_the_trainer_follows_the_schedule(packed, tmp_path):
         ids, targets = stream.batch(range(8 * step, 8 * step + 8))
         (model(ids, targets, reduction="sum") / ids.numel()).backward()
         optimizer.step([0.5, 1, 1, 1, 1, 0.775, 0.55, 0.325][step], 0.85 + 0.1 * step / 300, 1 - step / steps)
-    got = load_file(tmp_path / "run" / "checkpoints" / f"step_{steps:08d}" / "model.safetensors")
-    for name, tensor in model.state_dict().items():
-        torch.testing.assert_close(
-            got[name], tensor, rtol=1e-6, atol=1e-7, msg=lambda text, name=name: f"{name}: {text}"
-        )
+    trained = load_file(tmp_path / "run" / "checkpoints" / f"step_{steps:08d}" / "model.safetensors")
+    torch.testing.assert_close(trained, dict(model.state_dict()), rtol=1e-6, atol=1e-7)
 
 
 @pytest.mark.gpu
@@ -176,3 +151,34 @@ def test_any_number_of_ranks_takes_the_same_step(packed, trained_a_little, tmp_p
         assert change.norm() > 0, name
         difference = (state[name] - one[name]).norm() / change.norm()
         assert difference < 1e-5, f"{name}: {difference:.1e}"
+
+
+RESEARCH = {"mixing": "none", "rotary": "full", "kernel": "gaussian", "gka_window": 0}
+
+
+def add_settings(folder, **settings):
+    """Add settings to those of the model and the run in the newest checkpoint, as runs of the study have them."""
+    at = checkpoint.load_newest(folder / "checkpoints").path
+    state = json.loads((at / "state.json").read_text())
+    for name in ("model_config", "train_config"):
+        state[name] |= settings
+    rewrite_json(at / "state.json", **state)
+    rewrite_json(at / "manifest.json", **{"state.json": sha256(at / "state.json")})
+
+
+def test_a_run_of_the_study_goes_on_and_research_forms_name_their_commit(packed, tmp_path, capsys):
+    words = ["--num-iterations", 4]
+    gpt_runs.train(packed, tmp_path / "whole", *words)
+    gpt_runs.train(packed, tmp_path, *words, "--stop-after", 2)
+    add_settings(tmp_path / "run", **RESEARCH)
+    assert load(tmp_path / "run").step == 2
+    shutil.copytree(tmp_path / "run", tmp_path / "research/run")
+    assert gpt_runs.train(packed, tmp_path, *words) == 0
+    assert final(tmp_path, 4) == final(tmp_path / "whole", 4)
+    add_settings(tmp_path / "research/run", **{**RESEARCH, "kernel": "mean"})
+    capsys.readouterr()
+    assert gpt_runs.train(packed, tmp_path / "research", *words) == 2
+    error = capsys.readouterr().err
+    assert "kernel=mean" in error and "0438d460" in error and error.count("\n") == 1
+    with tiny.one_line_error("kernel=mean .*0438d460"):
+        load(tmp_path / "research/run")

@@ -3,12 +3,15 @@
 import re
 import shutil
 
+import numpy as np
 import pytest
 
 import gpt_runs
 import tiny
+from nanochat_gka import pack
 from nanochat_gka.model.accounting import meta_model
 from nanochat_gka.train import TrainConfig
+from tiny_pack import config
 
 BAD = [
     ("--max-seq-len 64", "--max-seq-len 64 but .* holds rows of 32 tokens"),
@@ -28,25 +31,20 @@ def test_bad_flags_are_one_line(packed, tmp_path, more, message, capsys):
 
 
 def test_more_processes_than_rows_are_refused():
-    config = TrainConfig(depth=2, num_iterations=1, total_batch_size=8 * tiny.SEQUENCE_LEN)
-    model = meta_model(config.shape(2, tiny.SEQUENCE_LEN, 300))
-    with tiny.one_line_error("a step has 8 rows for 9 processes; raise --total-batch-size"):
-        config.horizon(model, processes=9)
-
-
-def damaged(packed, folder):
-    """A copy of the rows with one wrong byte, of which its manifest says nothing."""
-    shutil.copytree(packed / "packed", folder / "packed")
-    shard = next((folder / "packed").glob("train_0*.bin"))
-    shard.write_bytes(shard.read_bytes()[:-1] + b"\x7f")
-    return folder
+    training = TrainConfig(depth=2, num_iterations=1, total_batch_size=8 * tiny.SEQUENCE_LEN)
+    model = meta_model(training.shape(2, tiny.SEQUENCE_LEN, 300))
+    with tiny.one_line_error("8 rows for 9 processes; raise --total-batch-size"):
+        training.horizon(model, processes=9)
 
 
 @pytest.mark.parametrize("local_rank, checks", [("0", True), ("1", False)])
 def test_every_machine_checks_its_own_copy_of_the_rows(packed, tmp_path, monkeypatch, capsys, local_rank, checks):
-    """By its first process."""
+    """By its first process: here one byte is wrong."""
     monkeypatch.setenv("LOCAL_RANK", local_rank)
-    code = gpt_runs.train(damaged(packed, tmp_path), tmp_path, "--num-iterations", 1)
+    shutil.copytree(packed / "packed", tmp_path / "packed")
+    shard = next((tmp_path / "packed").glob("train_0*.bin"))
+    shard.write_bytes(shard.read_bytes()[:-1] + b"\x7f")
+    code = gpt_runs.train(tmp_path, tmp_path, "--num-iterations", 1)
     assert code == (2 if checks else 0) and ("wrong checksum" in capsys.readouterr().err) == checks
 
 
@@ -55,3 +53,24 @@ def test_nonfinite_gradient_names_the_last_checkpoint(packed, tmp_path, capsys):
         code = gpt_runs.train(packed, tmp_path, "--embedding-lr", "1e38")
     message = r"the gradient is not finite at step \d+; the weights were not touched. Last checkpoint: "
     assert code == 2 and re.search(message, capsys.readouterr().err)
+
+
+def test_rows_of_another_length_are_refused(packed, tmp_path, capsys):
+    pack.main(config(packed, tmp_path / "longer", sequence_len=64))
+    assert gpt_runs.train(packed, tmp_path, "--stop-after", 2) == 0
+    assert gpt_runs.train(packed, tmp_path, "--data", tmp_path / "longer") == 2
+    assert "was packed with another context length than the run in" in capsys.readouterr().err
+
+
+def test_ids_that_are_not_in_the_vocabulary_name_file_and_row(packed, tmp_path, capsys):
+    """Of a damaged file whose checksum nobody verifies; training reads the rows in another order."""
+    shutil.copytree(packed / "packed", tmp_path / "packed")
+    path = tmp_path / "packed/train_000000.bin"
+    rows = np.fromfile(path, dtype="<u2").reshape(-1, tiny.SEQUENCE_LEN + 1)
+    for first_wrong in (60000, 300):
+        rows[1, 5] = rows[1, 6] = first_wrong
+        rows.tofile(path)
+        assert gpt_runs.train(tmp_path, tmp_path / "out", "--no-verify-data", "--save-every", -1) == 2
+        errors = capsys.readouterr().err
+        assert f"{path} is damaged: row 1 has id {first_wrong}, and the vocabulary has 300 tokens" in errors
+        assert errors.count("\n") == 1
