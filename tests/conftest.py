@@ -31,7 +31,7 @@ settings.load_profile("gka")
 
 
 def pytest_sessionstart(session):
-    """Compile the CPU kernel if need be: a command under test that did it would say so among its errors."""
+    """Compile the CPU kernel if need be: commands under test would print that they do."""
     from gka.impl.cpu import build
 
     os.environ.setdefault(build.FOLDER, str(build.cache_folder()))  # for commands with a HOME of their own
@@ -41,7 +41,7 @@ def pytest_sessionstart(session):
 
 
 def pytest_collection_finish():
-    """What is imported stays: the garbage collector need not look through it again and again."""
+    """The garbage collector need not look through what is imported again and again."""
     gc.collect()
     gc.freeze()
 
@@ -65,7 +65,7 @@ def threads():
 
 @pytest.fixture
 def one_thread(threads):
-    """More threads do not help what is small, and wait for one another on a busy machine."""
+    """One thread for small work: several wait for one another on a busy machine."""
     threads(1)
 
 
@@ -82,40 +82,27 @@ def pytest_collection_modifyitems(items):
 def tokenized(tmp_path_factory):
     """A folder with corpus/ and tokenizer/, made by the real command's function."""
     import tiny
-    from nanochat_gka import tokenizer
+    from nanochat_gka.tokenizer import TokenizerConfig, main
 
     root = tmp_path_factory.mktemp("tiny")
-    tiny.write_corpus(root / "corpus")
-    tokenizer.main(tokenizer.TokenizerConfig(corpus=root / "corpus", out=root / "tokenizer", vocab_size=300))
+    main(TokenizerConfig(corpus=tiny.write_corpus(root / "corpus"), out=root / "tokenizer", vocab_size=300))
     return root
 
 
 @pytest.fixture(scope="session")
 def packed(tokenized):
     """The same folder, with packed/ too, nanochat's rows."""
-    import processes
-    import tiny
-    from nanochat_gka import pack
+    from nanochat_gka.pack import main
+    from tiny_pack import config
 
-    root = tokenized
     processes.server()  # before packing starts one that lacks the libraries
-    pack.main(
-        pack.PackConfig(
-            corpus=root / "corpus",
-            tokenizer=root / "tokenizer",
-            out=root / "packed",
-            sequence_len=tiny.SEQUENCE_LEN,
-            split_documents="no",
-            workers=1,
-        )
-    )
-    return root
+    main(config(tokenized, tokenized / "packed"))
+    return tokenized
 
 
 @pytest.fixture(scope="session")
 def pictures(tmp_path_factory):
     """78 training JPEGs in 3 classes, 27 of validation."""
-    import processes
     import tiny_vision
 
     processes.server()  # before a test starts one that lacks the libraries

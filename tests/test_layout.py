@@ -20,104 +20,74 @@ ALLOWED = {
     "deit_gka": {"deit_gka", "trainkit_gka", "gka"},
     "runs": set(PACKAGES),
 }
+MODULES = modules()
+NEEDED_BY = {name: {*dependencies(path, MODULES)} - {name} for name, path in MODULES.items()}
+WITH_ROOMS = pytest.mark.parametrize("package", ["nanochat_gka", "deit_gka", "runs"])
 
 
-def files(package):
-    return sorted((ROOT / package).rglob("*.py"))
+def packages_of(package):
+    """Path -> the packages that a file of `package` imports."""
+    paths = sorted((ROOT / package).rglob("*.py"))
+    return {path: {name.split(".")[0] for name in imports(path)} for path in paths}
 
 
-def entry_points(package):
-    """The commands on top of a package: `python -m package.name`."""
-    return {f"{package}.{path.stem}" for path in (ROOT / package).glob("*.py") if ENTRY_POINT in path.read_text()}
+def assert_one_way(graph):
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        pytest.fail(" -> ".join(reversed(error.args[1])))
 
 
 @pytest.mark.parametrize("package", ALLOWED)
 def test_packages_follow_the_arrows(package):
-    wrong = [
-        f"{path.relative_to(ROOT)} imports {name}"
-        for path in files(package)
-        for name in imports(path)
-        if name.split(".")[0] in set(PACKAGES) - ALLOWED[package]
-    ]
-    assert not wrong
+    foreign = set(PACKAGES) - ALLOWED[package]
+    assert not {path: wrong for path, names in packages_of(package).items() if (wrong := names & foreign)}
 
 
 def test_the_operator_imports_torch_alone():
-    """Triton belongs to its own folder, transformers to its file, in a function."""
-    standard = sys.stdlib_module_names | {"gka", "torch"}
-    wrong = []
-    for path in files("gka"):
-        allowed = standard | ({"triton"} if path.is_relative_to(ROOT / "gka/impl/triton") else set())
-        allowed |= {"transformers"} if path == ROOT / "gka/huggingface.py" else set()
-        wrong += [
-            f"{path.relative_to(ROOT)} imports {name}" for name in imports(path) if name.split(".")[0] not in allowed
-        ]
-    assert not wrong
+    """Triton belongs to its folder, transformers to its file, in a function."""
+    for path, names in packages_of("gka").items():
+        optional = {"triton": {"triton"}, "gka": {"transformers"} if path.name == "huggingface.py" else set()}
+        assert names <= sys.stdlib_module_names | {"gka", "torch"} | optional.get(path.parent.name, set()), path
 
 
 def test_implementations_do_not_import_one_another():
     """An implementation is a file or a folder of gka/impl."""
-    names = modules()
-    wrong = []
-    for path in files("gka/impl"):
-        ours = ".".join(path.relative_to(ROOT).with_suffix("").parts[:3])
-        wrong += [
-            f"{path.relative_to(ROOT)} imports {name}"
-            for name in dependencies(path, names)
-            if name.startswith("gka.impl.") and name != ours and not name.startswith(f"{ours}.")
-        ]
-    assert not wrong
+    parts = {name: ".".join(name.split(".")[:3]) for name in MODULES if name.startswith("gka.impl.")}
+    assert not [f"{a} imports {b}" for a in parts for b in NEEDED_BY[a] if parts.get(b, parts[a]) != parts[a]]
 
 
-@pytest.mark.parametrize("package", ["nanochat_gka", "deit_gka", "runs"])
+@WITH_ROOMS
 def test_rooms_do_not_import_entry_points(package):
-    names, commands = modules(), entry_points(package)
-    wrong = [
-        f"{path.relative_to(ROOT)} imports {name}"
-        for path in files(package)
-        if path.parent != ROOT / package
-        for name in dependencies(path, names)
-        if name in commands
-    ]
-    assert not wrong
+    """These are the commands on top of a package: `python -m package.name`."""
+    commands = {f"{package}.{path.stem}" for path in (ROOT / package).glob("*.py") if ENTRY_POINT in path.read_text()}
+    inner = [name for name in MODULES if name.startswith(f"{package}.") and MODULES[name].parent != ROOT / package]
+    assert not [f"{name} imports {command}" for name in inner for command in NEEDED_BY[name] & commands]
 
 
 def test_files_do_not_import_each_other_in_a_circle():
     """Imports inside functions count: a circle that is hidden there is still one."""
-    names = modules()
-    graph = {name: set(dependencies(path, names)) - {name} for name, path in names.items()}
-    try:
-        TopologicalSorter(graph).prepare()
-    except CycleError as error:
-        pytest.fail(" -> ".join(reversed(error.args[1])))
+    assert_one_way(NEEDED_BY)
 
 
-@pytest.mark.parametrize("package", ["nanochat_gka", "deit_gka", "runs"])
+@WITH_ROOMS
 def test_rooms_import_one_way(package):
-    """A room is a folder in a package, with what is below it; a file beside the rooms is one of its own."""
-    names, graph = modules(), {}
-    for name, path in names.items():
-        if name.startswith(f"{package}."):
-            rooms = {".".join(other.split(".")[:2]) for other in dependencies(path, names)}
-            room = ".".join(name.split(".")[:2])
-            graph.setdefault(room, set()).update(other for other in rooms - {room} if other.startswith(f"{package}."))
-    try:
-        TopologicalSorter(graph).prepare()
-    except CycleError as error:
-        pytest.fail(" -> ".join(reversed(error.args[1])))
+    """A room is a folder in a package, with what is below it, or a file beside the rooms."""
+    graph = {}
+    for name in [name for name in MODULES if name.startswith(f"{package}.")]:
+        room, *rooms = (".".join(one.split(".")[:2]) for one in (name, *NEEDED_BY[name]))
+        graph.setdefault(room, set()).update(one for one in rooms if one != room and one.startswith(f"{package}."))
+    assert_one_way(graph)
 
 
 def test_tests_do_not_import_tests():
     """What tests share is in tests/support."""
     paths = [path for path in tracked(".py") if path.parts[0] == "tests"]
-    wrong = [path for path in paths for name in imports(ROOT / path) if re.search(r"(^|\.)test_", name)]
-    assert not wrong
+    assert not [path for path in paths for name in imports(ROOT / path) if re.search(r"(^|\.)test_", name)]
 
 
 def test_importing_the_operator_loads_nothing_of_the_trainers():
     """`import gka` works for an engineer who installed torch alone."""
     optional = ("tyro", "rich", "pyarrow", "tiktoken", "rustbpe", "matplotlib", "wandb", "huggingface_hub", "triton")
-    optional += ("transformers",)
-    code = f"import sys, gka; print([name for name in {optional} if name in sys.modules])"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"
+    code = f"import sys, gka; print([name for name in {(*optional, 'transformers')} if name in sys.modules])"
+    assert subprocess.check_output([sys.executable, "-c", code], text=True) == "[]\n"

@@ -17,28 +17,22 @@ PASSAGES = [(path, names, passage) for path, text in TEXTS.items() for names, pa
 
 def parsed(text):
     """The numbers and intervals of a text, without signs: tuples of (value, half a unit of its last digit)."""
-
-    def number(word):
-        return abs(float(word)), 0.5 * 10 ** -len(word.partition(".")[2])
-
     text = " ".join(re.sub(r"`[^`\n]*`", "", text).split())
-    found = [(number(value), *sorted(map(number, ends))) for value, *ends in INTERVAL.findall(text)]
-    return found + [(number(word),) for word in re.findall(NUMBER, INTERVAL.sub("", text))]
+    words = [*INTERVAL.findall(text), *((word,) for word in re.findall(NUMBER, INTERVAL.sub("", text)))]
+    numbers = [[(abs(float(word)), 0.5 * 10 ** -len(word.partition(".")[2])) for word in one] for one in words]
+    return [(value, *sorted(ends)) for value, *ends in numbers]
 
 
-def same(ours, theirs):
-    """Whether both have equally many numbers, equal to within what was rounded away."""
-
-    def close(one, other):
-        (value, half), (known, smaller) = one, other
-        return abs(value - known) <= smaller + (half if half > smaller else 0) + 1e-9
-
-    return len(ours) == len(theirs) and all(map(close, ours, theirs))
+def same(quoted, known):
+    """Whether both have equally many numbers, equal to within the digits that were rounded away."""
+    if len(quoted) != len(known):
+        return False
+    pairs = [(abs(a - b), half, finer) for (a, half), (b, finer) in zip(quoted, known)]
+    return all(distance <= finer + (half if half > finer else 0) + 1e-9 for distance, half, finer in pairs)
 
 
 @pytest.mark.parametrize("path, names, passage", PASSAGES, ids=[str(path) for path, _, _ in PASSAGES])
 def test_numbers_of_a_passage_are_in_its_tables(path, names, passage):
     known = [number for name in names.split() for number in parsed(TABLES[name])]
-    # The mean of a table's interval may be quoted alone.
-    known += [number[:1] for number in known if len(number) > 1]
+    known += [number[:1] for number in known if len(number) > 1]  # the mean of an interval may be quoted alone
     assert not [number for number in parsed(passage) if not any(same(number, other) for other in known)]

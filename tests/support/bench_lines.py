@@ -18,9 +18,9 @@ def line(
     config = {"case": case, "phase": phase, "candidate": candidate, "role": role, "quick": quick, **settings}
     config |= {"group": group or f"{case} {phase}", **facts_of(candidate, phase, settings, hardware)}
     times = dict(median_ms=median_ms, low_ms=median_ms, high_ms=median_ms, first_ms=1.0)
-    measurement = Measurement(peak_mib=10.0, graphed=True, **times)
-    record = {"kind": f"bench_{benchmark}", **RECORD, "hardware": hardware}
-    return {**record, "config": config, "metrics": {**vars(measurement), **metrics}}
+    measured = vars(Measurement(peak_mib=10.0, graphed=True, **times))
+    about = {"kind": f"bench_{benchmark}", **RECORD, "hardware": hardware}
+    return {**about, "config": config, "metrics": {**measured, **metrics}}
 
 
 def write_lines(path, *records):
@@ -31,8 +31,6 @@ def write_lines(path, *records):
 
 def write(folder, *lines):
     """The result files of these rows, by benchmark and hardware."""
-    files = {}
-    for each in lines:
-        files.setdefault(result_file(folder, each["kind"].removeprefix("bench_"), each["hardware"]), []).append(each)
-    for path, records in files.items():
-        write_lines(path, *records)
+    paths = [result_file(folder, each["kind"].removeprefix("bench_"), each["hardware"]) for each in lines]
+    for path in set(paths):
+        write_lines(path, *(each for each, place in zip(lines, paths) if place == path))

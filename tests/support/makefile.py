@@ -13,7 +13,7 @@ TEXT = (ROOT / "Makefile").read_text()
 TARGETS = re.findall(r"^([a-z][a-z0-9-]*):.*  ## ", TEXT, re.MULTILINE)
 SETTINGS = re.search(r"^SETTINGS := ((?:.*\\\n)*.*)$", TEXT, re.MULTILINE)[1].replace("\\\n", " ").split()
 FILES = ("Makefile", "requirements.txt", "pyproject.toml", "runs/check.py", "trainkit_gka/gpus.py", "patches/apply.py")
-VARIABLES = {"MFLAGS", "CUDA_VISIBLE_DEVICES", "PYTHONPATH", *SETTINGS}
+NOT_INHERITED = re.compile(f"MAKE.*|MFLAGS|CUDA_VISIBLE_DEVICES|PYTHONPATH|{'|'.join(SETTINGS)}")
 
 
 class Tree:
@@ -24,9 +24,7 @@ class Tree:
         for name in FILES:
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(ROOT / name, folder / name)
-        self.environment = {
-            name: value for name, value in os.environ.items() if name not in VARIABLES and not name.startswith("MAKE")
-        }
+        self.environment = {name: os.environ[name] for name in os.environ if not NOT_INHERITED.fullmatch(name)}
 
     def command(self, *words: str, **settings: str) -> list[str]:
         assigned = [f"{name}={value}" for name, value in {**self.settings, **settings}.items()]
@@ -39,7 +37,7 @@ class Tree:
         """Make ENV_PYTHON a script that notes the words of each call, and then runs `script`."""
         python = self.folder / "my env/python"
         python.parent.mkdir()
-        python.write_text(f'#!/bin/sh\nprintf "%s\\0" "$@" >> calls\nprintf "\\n\\0" >> calls\n{script}\n')
+        python.write_text(f'#!/bin/sh\nprintf "%s\\0" "$@" \'\n\' >> calls\n{script}\n')
         python.chmod(0o755)
         self.settings["ENV_PYTHON"] = str(python)
 

@@ -1,7 +1,7 @@
 """Real processes that skip the seconds of importing PyTorch.
 
-`start` runs a command in a process for each rank, forked from a server that has the libraries imported. That process's
-own server, of loading workers, is forked too, before there are threads; a fork after that is an error.
+`start` runs a command in a process for each rank, forked from a server that has imported the libraries. The process's
+server of loading workers is forked too, before there are threads; a fork after that is an error.
 """
 
 import atexit
@@ -22,7 +22,10 @@ import time
 from pathlib import Path
 from unittest import mock
 
+import psutil
+
 from gka.impl.cpu import build
+from sources import ROOT
 from trainkit_gka import workers
 
 HANG_AFTER = 1200  # seconds; tells a hang from a machine that has twenty other things to do
@@ -35,7 +38,7 @@ LIBRARIES = [
 
 
 def without_kernel() -> dict[str, str]:
-    """Where the CPU kernel cannot be built: the variable that keeps commands under test from saying so every time."""
+    """The variable that keeps commands from saying each time that the CPU kernel cannot be built, where it cannot."""
     return {build.SWITCH: "0"} if build.obstacle() else {}
 
 
@@ -43,20 +46,26 @@ def environment() -> dict[str, str]:
     return {**os.environ, **without_kernel(), "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
 
 
+def without_account(home: Path) -> dict[str, str]:
+    """The environment of someone who has never heard of Weights & Biases."""
+    variables = {name: value for name, value in environment().items() if not name.startswith("WANDB_")}
+    return {**variables, "HOME": str(home), "NETRC": str(home / "none")}
+
+
 def _run(module: str, argv: list[str], environment: dict[str, str | None], output: str, errors: str) -> None:
     gc.freeze()  # the libraries stay
     for path, descriptor in ((output, 1), (errors, 2)):
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), descriptor)
-    for name, value in environment.items():
+    for name in environment:
         os.environ.pop(name, None)
-        if value is not None:
-            os.environ[name] = value
+    os.environ.update({name: value for name, value in environment.items() if value is not None})
     tempfile.tempdir = None  # it is looked for anew, in this environment
     sys.argv, sys.orig_argv = [module, *argv], [sys.executable, "-m", module, *argv]
     with mock.patch.object(multiprocessing.util, "spawnv_passfds", _fork_in_place_of_exec):
         workers.context()
-    sys.addaudithook(_ForbidForks())
-    sys.modules.pop(module, None)  # a server of the command's own may have imported it, of which runpy warns
+    pid = os.getpid()
+    sys.addaudithook(lambda event, _: _refuse_fork() if event.startswith("os.fork") and os.getpid() == pid else None)
+    sys.modules.pop(module, None)  # the command's server may have imported it, of which runpy warns
     try:
         runpy.run_module(module, run_name="__main__", alter_sys=True)
     finally:
@@ -69,39 +78,33 @@ def _fork_in_place_of_exec(path: str, arguments: list[str], descriptors: list[in
     if pid:
         return pid
     try:
-        ends = [2, *sorted(descriptors), os.sysconf("SC_OPEN_MAX")]
-        for low, high in itertools.pairwise(ends):
+        for low, high in itertools.pairwise([2, *sorted(descriptors), os.sysconf("SC_OPEN_MAX")]):
             os.closerange(low + 1, high)
         exec(arguments[-1], {})
     finally:
         os._exit(0)
 
 
-class _ForbidForks:
-    """An audit hook for this process, not for those it starts."""
-
-    def __init__(self):
-        self.pid = os.getpid()
-
-    def __call__(self, event: str, arguments: tuple) -> None:
-        if event in ("os.fork", "os.forkpty") and os.getpid() == self.pid:
-            raise RuntimeError("a process that has threads was about to fork")
+def _refuse_fork() -> None:
+    raise RuntimeError("a process that has threads was about to fork")
 
 
 def server():
     """The server of this process, with the libraries. Call it before anything else starts one without them."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(LIBRARIES)
-    path = os.pathsep.join(map(str, (Path(__file__).parent, Path(__file__).parents[2])))
-    with mock.patch.dict(os.environ, environment(), PYTHONPATH=path):
+    with mock.patch.dict(os.environ, environment(), PYTHONPATH=f"{ROOT / 'tests/support'}{os.pathsep}{ROOT}"):
         multiprocessing.forkserver.ensure_running()
     return context
 
 
 class Running:
-    """Processes of one command, one for each rank, with their output so far."""
+    """Processes of one command, one for each rank, with their output so far.
 
-    def __init__(self, module: str, flags, ranks: int, folder: Path, env: dict[str, str] | None):
+    env: their variables, set after the libraries were imported.
+    """
+
+    def __init__(self, module: str, *flags, ranks: int = 1, folder: Path, env: dict[str, str] | None = None):
         folder.mkdir(parents=True, exist_ok=True)
         self.out, self.err = folder / "stdout", folder / "stderr"
         for path in (self.out, self.err):
@@ -110,27 +113,22 @@ class Running:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
         group = {"WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-        context, argv = server(), [str(flag) for flag in flags]
         changed = {name: env.get(name) for name in {*os.environ, *env}} if env else {}
         self.processes = []
         for rank in range(ranks):
             places = {**group, "RANK": rank, "LOCAL_RANK": rank} if ranks > 1 else {}
-            variables = without_kernel() | changed | {key: str(value) for key, value in places.items()}
-            arguments = (module, argv, variables, str(self.out), str(self.err))
-            process = context.Process(target=_run, args=arguments)
-            process.start()
-            self.processes.append(process)
+            variables = without_kernel() | changed | {name: str(value) for name, value in places.items()}
+            arguments = (module, [*map(str, flags)], variables, str(self.out), str(self.err))
+            self.processes.append(server().Process(target=_run, args=arguments))
+            self.processes[-1].start()
 
     def alive(self) -> bool:
         return any(process.is_alive() for process in self.processes)
 
-    def signal(self, number: int) -> None:
-        for process in self.processes:
-            os.kill(process.pid, number)
-
     def kill(self) -> None:
         """As a machine that goes down would."""
-        self.signal(signal.SIGKILL)
+        for process in self.processes:
+            process.kill()
         for process in self.processes:
             process.join()
 
@@ -138,30 +136,26 @@ class Running:
         end = time.monotonic() + timeout
         for process in self.processes:
             process.join(max(0.0, end - time.monotonic()))
+        output, errors = self.out.read_text(), self.err.read_text()
         if self.alive():
             self.kill()
-            raise TimeoutError(self.out.read_text()[-2000:] + self.err.read_text()[-4000:])
-        codes = [process.exitcode for process in self.processes]
-        return subprocess.CompletedProcess(
-            [], next((code for code in codes if code), 0), self.out.read_text(), self.err.read_text()
-        )
+            raise TimeoutError(output[-2000:] + errors[-4000:])
+        code = next((process.exitcode for process in self.processes if process.exitcode), 0)
+        return subprocess.CompletedProcess([], code, output, errors)
 
 
-def start(module: str, *flags, ranks: int = 1, folder: Path, env: dict[str, str] | None = None) -> Running:
-    """Start a command. env: its variables, set after the libraries were imported."""
-    return Running(module, flags, ranks, folder, env)
+start = Running
 
 
-def call(
-    module: str, *flags, ranks: int = 1, check: bool = True, folder: Path, env: dict[str, str] | None = None
-) -> subprocess.CompletedProcess:
-    done = start(module, *flags, ranks=ranks, folder=folder, env=env).wait()
+def call(module: str, *flags, check: bool = True, **options) -> subprocess.CompletedProcess:
+    """Run a command to its end. options: of `Running`."""
+    done = Running(module, *flags, **options).wait()
     assert not check or done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     return done
 
 
 def in_a_forked_child(compute, timeout: float = 60):
-    """What `compute()` gives in a child that is forked from this process, with whatever threads that has lost."""
+    """What `compute()` gives in a child that is forked from this process, without the threads of this one."""
     context = multiprocessing.get_context("fork")
     queue = context.Queue()
     child = context.Process(target=lambda: queue.put(compute()))
@@ -174,25 +168,23 @@ def in_a_forked_child(compute, timeout: float = 60):
 
 
 def descendants(pid: int) -> list[int]:
-    pids = []
-    with contextlib.suppress(OSError):
-        for child in map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split()):
-            pids += [child, *descendants(child)]
-    return pids
+    return [child.pid for child in psutil.Process(pid).children(recursive=True)] if psutil.pid_exists(pid) else []
 
 
 def still_there(pids, seconds: float = 120) -> list[int]:
     """The processes that still run; none, sooner or later."""
-    end = time.monotonic() + seconds
-    while True:
-        running = []
-        for pid in pids:
-            with contextlib.suppress(OSError):
-                if Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] not in "ZX":
-                    running.append(pid)
-        if not running or time.monotonic() > end:
-            return running
+    end, running = time.monotonic() + seconds, [*pids]
+    while running and time.monotonic() < end:
         time.sleep(0.02)
+        running = [pid for pid in running if _runs(pid)]
+    return running
+
+
+def _runs(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
+    except psutil.NoSuchProcess:
+        return False
 
 
 @contextlib.contextmanager

@@ -26,22 +26,18 @@ def check_trains_as_in_bfloat16(
     """Float32 weights whose passes FSDP runs in bfloat16, and bfloat16 weights under FSDP, have the gradients of the
     model in bfloat16, to the bit; a step moves the bandwidths. `model` is float32, and sharded in place.
     """
-    plain = copy.deepcopy(model).to(torch.bfloat16)
-    wanted = loss(plain)
-    wanted.backward()
-    narrow = copy.deepcopy(model).to(torch.bfloat16)
-    for sharded, policy in (
-        (model, MixedPrecisionPolicy(param_dtype=torch.bfloat16)),
-        (narrow, MixedPrecisionPolicy()),
-    ):
+    plain, narrow = (copy.deepcopy(model).to(torch.bfloat16) for _ in range(2))
+    expected = loss(plain)
+    expected.backward()
+    for sharded, dtype in ((model, torch.bfloat16), (narrow, None)):
         for part in (*blocks(sharded), sharded):
-            fully_shard(part, mp_policy=policy)
+            fully_shard(part, mp_policy=MixedPrecisionPolicy(param_dtype=dtype))
         value = loss(sharded)
         value.backward()
-        assert torch.equal(value, wanted)
+        assert torch.equal(value, expected)
         for (name, p), q in zip(sharded.named_parameters(), plain.parameters(), strict=True):
             assert p.dtype == p.grad.dtype and torch.equal(p.grad.full_tensor().bfloat16(), q.grad), name
-        named = {name: p for name, p in sharded.named_parameters() if name.endswith("log_sigma")}
-        stepped = {name: p.full_tensor() - p.grad.full_tensor() for name, p in named.items()}
+        bandwidths = [p for name, p in sharded.named_parameters() if name.endswith("log_sigma")]
+        stepped = [p.full_tensor() - p.grad.full_tensor() for p in bandwidths]
         torch.optim.SGD(sharded.parameters(), lr=1.0).step()
-        assert stepped and all(torch.equal(named[name].full_tensor(), stepped[name]) for name in stepped)
+        assert stepped and all(torch.equal(p.full_tensor(), moved) for p, moved in zip(bandwidths, stepped))

@@ -1,6 +1,7 @@
 """The project's own files: which are tracked, what their code imports, and which words their pages contain."""
 
 import ast
+import importlib
 import re
 import subprocess
 from pathlib import Path
@@ -41,6 +42,15 @@ def modules():
             parts = path.relative_to(ROOT).with_suffix("").parts
             paths[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
     return paths
+
+
+def flags_of(package):
+    """Module -> the dataclass of its flags, for every command on top of a package."""
+    commands = {}
+    for name, path in modules().items():
+        flags = re.search(r"\brun\(main, (\w+)\)", path.read_text()) if path.parent == ROOT / package else None
+        commands |= {name: getattr(importlib.import_module(name), flags[1])} if flags else {}
+    return commands
 
 
 def dependencies(path, names):

@@ -13,16 +13,16 @@ from trainkit_gka.trainer import Contents, Evaluation, Trainer
 
 @dataclass(frozen=True)
 class ToyConfig(RunConfig):
-    """Add up numbers."""
+    """Add up `steps` numbers, times `rate`. A step, or one of the `judged` items of an evaluation, takes `seconds`.
+
+    A checkpoint holds `ballast` more numbers.
+    """
 
     steps: int = 12
-    """How many."""
     rate: float = 1.0
-    """What they are multiplied with."""
     seconds: MayChange[float] = 0.0
-    """How long a step takes, and what is judged in an evaluation."""
     judged: MayChange[int] = 0
-    """How much is judged in an evaluation."""
+    ballast: MayChange[int] = 0
 
 
 class ToyTrainer(Trainer):
@@ -32,7 +32,7 @@ class ToyTrainer(Trainer):
     def __init__(self, config, runtime, checkpoint=None):
         super().__init__(config, runtime)
         self.model, self.steps = torch.nn.Linear(2, 1, bias=False), config.steps
-        self.evaluations = [Evaluation("eval", config.eval_every, self.report, ("saved",), at_start=True)]
+        self.evaluations = [Evaluation("eval", config.eval_every, self.evaluate, ("saved",), at_start=True)]
         if checkpoint is not None:
             self.state = checkpoint.state["progress"]
             self.model.load_state_dict(checkpoint.tensors("model"))
@@ -45,32 +45,28 @@ class ToyTrainer(Trainer):
         self.state["step"] += 1
         with torch.no_grad():
             self.model.weight.mul_(1 + self.config.rate / self.state["step"]).add_(self.state["step"])
-        return {"loss": self.total()}, self.runtime.any(asked_to_stop)
-
-    def total(self):
-        return self.model.weight.sum().item()
+        return {"loss": self.model.weight.sum().item()}, self.runtime.any(asked_to_stop)
 
     def status(self, numbers):
-        return f"loss {numbers['loss']:.1f}"
+        return ""
 
     def describe(self, numbers):
         return f"round {self.state['step']}", numbers
 
     def contents(self):
-        return Contents({"model": self.model.state_dict()})
+        ballast = torch.full((self.config.ballast,), self.state["step"])
+        return Contents({"model": self.model.state_dict(), "ballast": {"step": ballast}})
 
-    def evaluate(self, stop):
+    def evaluate(self, log, stop, bar):
+        print("evaluating", flush=True)
         for _ in self.runtime.rounds(range(self.config.judged), stop):
             time.sleep(self.config.seconds)
-
-    def report(self, log, stop, bar):
-        print("evaluating", flush=True)
-        self.evaluate(stop)
         saved = sorted(int(path.name[5:]) for path in (self.folder / "checkpoints").glob("step_*"))
         log.log("eval", self.state["step"], saved=saved)
 
     def summary(self, log):
-        return {"total": self.total()}, f"total {self.total():.1f}"
+        total = self.model.weight.sum().item()
+        return {"total": total}, f"total {total:.1f}"
 
 
 if __name__ == "__main__":

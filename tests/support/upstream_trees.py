@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-PROJECT = Path(__file__).resolve().parents[2]
+from sources import ROOT as PROJECT
+
 SCRIPTS = Path(__file__).parent
 IMPORTED = {"nanochat": ["tokenizers", "wandb", "psutil"], "deit": ["timm"]}
 
@@ -18,9 +19,10 @@ IMPORTED = {"nanochat": ["tokenizers", "wandb", "psutil"], "deit": ["timm"]}
 def run(at, *command, **environment):
     """What a command prints. torch.compile is off: it takes most of a minute, and the patches do not touch it."""
     environment = {**os.environ, "TORCHDYNAMO_DISABLE": "1", "PYTHONPATH": str(PROJECT), **environment}
-    done = subprocess.run([sys.executable, *map(str, command)], cwd=at, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    return done.stdout + done.stderr
+    output = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    done = subprocess.run([sys.executable, *map(str, command)], cwd=at, env=environment, **output)
+    assert done.returncode == 0, done.stdout[-6000:]
+    return done.stdout
 
 
 def make_tree(name, patched, folder):
@@ -39,11 +41,10 @@ def make_tree(name, patched, folder):
 
 def assert_patched(name, tree):
     """Each patch says which git id its files have after it."""
-    header = re.compile(r"^diff --git a/(\S+) b/\S+\n(?:new file .*\n)?index \w+\.\.(\w{40})", re.MULTILINE)
+    header = r"(?m)^diff --git a/(\S+) b/\S+\n(?:new file .*\n)?index \w+\.\.(\w{40})"
     patches = sorted((PROJECT / "patches" / name).glob("*.patch"))
-    ids = dict(pair for patch in patches for pair in header.findall(patch.read_text()))
-    command = ["git", "hash-object", "--no-filters", *ids]
-    made = subprocess.run(command, cwd=tree, check=True, capture_output=True, text=True).stdout.split()
+    ids = dict(pair for patch in patches for pair in re.findall(header, patch.read_text()))
+    made = subprocess.check_output(["git", "hash-object", "--no-filters", *ids], cwd=tree, text=True).split()
     assert len(ids) > 1 and dict(zip(ids, made)) == ids
 
 

@@ -1,10 +1,8 @@
 """Ends every process that the tests started when the process that runs them ends, in whichever way.
 
-What is started inherits a variable with the runner's id, over any number of generations. When the runner is gone, a
-process that waits for this kills all that have it: torchrun's workers in sessions of their own, loading workers whose
-server died before them, browsers. Under xdist each worker has its own, and the workers have that of pytest itself.
-
-A test that gives a process an environment of its own starts from `os.environ`.
+They inherit a variable with the runner's id, over any number of generations. A process that outlives the runner kills
+all that have it: torchrun's workers in other sessions, loading workers whose server died before them, browsers. A test
+that sets the environment of a process therefore starts from `os.environ`.
 """
 
 import os
@@ -20,17 +18,15 @@ PREFIX = "GKA_STARTED_BY_TESTS_OF_"
 
 def start() -> None:
     """Start the process that waits for the end of this one. Call it before anything else is started."""
-    if not hasattr(os, "pidfd_open"):  # not Linux
-        return
-    command = [sys.executable, "-I", "-S", __file__, str(os.getpid())]
-    # Ctrl-C and `timeout` signal a whole group, which the watchdog must outlive.
-    watchdog = subprocess.Popen(command, stdout=subprocess.PIPE, start_new_session=True)
-    watchdog.stdout.readline()
-    os.environ[PREFIX + str(os.getpid())] = "1"
+    if hasattr(os, "pidfd_open"):  # Linux
+        command = [sys.executable, "-I", "-S", __file__, str(os.getpid())]
+        # Ctrl-C and `timeout` signal a whole group, which the watchdog must outlive.
+        subprocess.Popen(command, stdout=subprocess.PIPE, start_new_session=True).stdout.readline()
+        os.environ[PREFIX + str(os.getpid())] = "1"
 
 
 def started_by(runner: int) -> list[int]:
-    """The processes that the tests of process `runner` started and that still run, whoever their parents are."""
+    """The running processes that the tests of process `runner` started, whoever their parents are."""
     mark, pids = f"{PREFIX}{runner}=1".encode(), []
     for process in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):  # it has ended, or is another user's
@@ -39,7 +35,8 @@ def started_by(runner: int) -> list[int]:
     return pids
 
 
-def _watch(runner: int) -> None:
+if __name__ == "__main__":
+    runner = int(sys.argv[1])
     handle = os.pidfd_open(runner)
     print("watching", flush=True)
     select.select([handle], [], [])
@@ -47,7 +44,3 @@ def _watch(runner: int) -> None:
         for pid in pids:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-
-
-if __name__ == "__main__":
-    _watch(int(sys.argv[1]))

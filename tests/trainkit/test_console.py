@@ -1,7 +1,6 @@
 """The installed package: its commands run the modules that they name, and a missing extra is one line."""
 
 import os
-import shutil
 import subprocess
 import sys
 from importlib.metadata import entry_points
@@ -15,10 +14,6 @@ from trainkit_gka.console import GROUP, main
 from trainkit_gka.extras import MissingExtra, require_version
 
 COMMANDS = {command.name: command.value for command in entry_points(group=GROUP)}
-NEEDS_MORE = """
-from trainkit_gka.extras import require
-require(__name__, "lm", "os", "a_module_that_nobody_has")
-"""
 
 
 def test_every_script_names_a_module_that_is_a_command():
@@ -30,26 +25,25 @@ def test_every_script_names_a_module_that_is_a_command():
 
 def test_a_script_names_itself_where_a_run_is_continued(tmp_path):
     """As a console script starts, up to the module, which here prints its command."""
-    (tmp_path / "says").mkdir()
-    (tmp_path / "says/it.py").write_text("from trainkit_gka.command import command_line\nprint(command_line())\n")
-    (tmp_path / "gka-pack").write_text(
+    (tmp_path / "prints").mkdir()
+    (tmp_path / "prints/it.py").write_text("from trainkit_gka.command import command_line\nprint(command_line())\n")
+    (script := tmp_path / "gka-pack").write_text(
         f"#!{sys.executable}\nimport sys\nsys.path.insert(0, {str(tmp_path)!r})\n"
         "from importlib.metadata import EntryPoint\nfrom trainkit_gka import console\n"
-        "console.entry_points = lambda **wanted: [EntryPoint('gka-pack', 'says.it', console.GROUP)]\nconsole.main()\n"
+        "console.entry_points = lambda **_: [EntryPoint('gka-pack', 'prints.it', console.GROUP)]\nconsole.main()\n"
     )
-    (tmp_path / "gka-pack").chmod(0o755)
-    variables = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
-    for typed, folder in (("gka-pack", ROOT), ("./gka-pack", tmp_path), (str(tmp_path / "gka-pack"), ROOT)):
-        path = variables["PATH"] if typed == "gka-pack" else os.environ["PATH"]
-        words = [shutil.which(typed, path=path) or typed, "--out", "two words"]
-        done = subprocess.run(words, capture_output=True, text=True, cwd=folder, env={**variables, "PATH": path})
-        assert done.stdout == f"{typed} --out 'two words'\n", done
+    script.chmod(0o755)
+    for typed, folder, more in (("gka-pack", ROOT, f"{tmp_path}:"), ("./gka-pack", tmp_path, ""), (script, ROOT, "")):
+        words, env = f"{typed} --out 'two words'", {**os.environ, "PATH": f"{more}{os.environ['PATH']}"}
+        done = subprocess.run(words, shell=True, capture_output=True, text=True, cwd=folder, env=env)
+        assert done.stdout == f"{words}\n", done
 
 
 def test_a_missing_extra_is_one_line(tmp_path, monkeypatch, capsys):
     """Of a script, with exit code 2, and of `python -m`, where Python prints the error."""
     (tmp_path / "needs_more").mkdir()
-    (tmp_path / "needs_more/__init__.py").write_text(NEEDS_MORE)
+    package = "from trainkit_gka.extras import require\nrequire(__name__, 'lm', 'os', 'a_module_that_nobody_has')\n"
+    (tmp_path / "needs_more/__init__.py").write_text(package)
     monkeypatch.syspath_prepend(tmp_path)
     command = entry_points(group=GROUP)["gka-pack"]
     object.__setattr__(command, "value", "needs_more.pack")
@@ -64,8 +58,8 @@ def test_a_missing_extra_is_one_line(tmp_path, monkeypatch, capsys):
 
 
 def test_an_older_version_is_named(monkeypatch):
-    monkeypatch.setattr("importlib.metadata.version", lambda name: next(versions))
     versions = iter(["5.23.0.dev1", "10.0", "5.9.1"])
+    monkeypatch.setattr("importlib.metadata.version", lambda name: next(versions))
     for _ in range(2):
         require_version(__name__, "hf", "transformers", "5.23")
     with pytest.raises(MissingExtra, match=r"transformers 5\.9\.1 is older than 5\.23"):
