@@ -1,24 +1,26 @@
-"""What both trainers inherit: a run that is killed, stopped or interrupted ends with the same bits; bounds of flags."""
+"""What both trainers inherit: a run that is killed, stopped or interrupted ends with the same bits; charts; bounds."""
 
+import json
 import math
 import os
-import random
+import re
 import shutil
 import signal
-from dataclasses import dataclass, fields, replace
+from dataclasses import MISSING, dataclass, fields, replace
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import gpt_runs
 import processes
 import tiny
 import vision_runs
-from deit_gka import evaluate as evaluate_vision
 from deit_gka import train as train_vision
-from nanochat_gka import accounting, corpus, eval_core, evaluate, generate, pack, tokenizer, train
+from nanochat_gka import train
 from processes import descendants, signals_kept, still_there
+from sources import flags_of
 from trainkit_gka.cli import check_bounds, flag_of
 from trainkit_gka.distributed import Runtime
 from trainkit_gka.progress import read_events
@@ -38,22 +40,23 @@ class Kind:
     def flags(self, out, *more):
         return self.runs.flags(self.data, out, *self.more, *more)
 
-    def start(self, out, *more, ranks=1):
-        return processes.start(self.module.__name__, *self.flags(out, *more), ranks=ranks, folder=out / "output")
-
-    def train(self, out, *more, ranks=1):
-        return processes.call(self.module.__name__, *self.flags(out, *more), ranks=ranks, folder=out / "output")
+    def train(self, out, *more, **options):
+        flags = self.flags(out, *more)
+        return processes.call(self.module.__name__, *flags, folder=out / "output", **options)
 
     def train_here(self, out, *more):
         """In this process. Returns the exit code."""
         with signals_kept():
             return tiny.exit_code(self.module.main, self.module.TrainConfig, *self.flags(out, *more))
 
-    def train_until(self, out, step, *more, ranks=1):
+    def train_until(self, out, step, ranks):
         """Start it, and return it when that step is in the log."""
-        process = self.start(out, *more, ranks=ranks)
+        process = processes.start(self.module.__name__, *self.flags(out), ranks=ranks, folder=out / "output")
         wait_for_step(process, out, step)
         return process
+
+    def final(self, out):
+        return self.runs.final(out, self.steps)
 
 
 def records(out, event):
@@ -63,32 +66,28 @@ def records(out, event):
     return [{key: value for key, value in record.items() if key not in times} for record in log]
 
 
-@pytest.fixture(params=["language", "vision"])
+@pytest.fixture(scope="module", params=["language", "vision"])
 def kind(request):
-    data = request.getfixturevalue("packed" if request.param == "language" else "pictures")
     if request.param == "language":
-        return Kind(train, gpt_runs, data, ("--num-iterations", 40, "--eval-every", 10), 40)
-    return Kind(train_vision, vision_runs, data, ("--epochs", 4), 24)
+        more = ("--num-iterations", 40, "--eval-every", 10)
+        return Kind(train, gpt_runs, request.getfixturevalue("packed"), more, 40)
+    return Kind(train_vision, vision_runs, request.getfixturevalue("pictures"), ("--epochs", 4), 24)
 
 
-def test_a_run_killed_at_random_ends_with_the_same_bits(kind, tmp_path):
-    uninterrupted, killed, rng = tmp_path / "uninterrupted", tmp_path / "killed", random.Random(7)
-    kind.train(uninterrupted)
-    for step in sorted(rng.sample(range(3, kind.steps - 5), 2)):
-        process = kind.train_until(killed, step)
-        process.kill()
-        assert process.processes[0].exitcode == -signal.SIGKILL
-    assert "resuming at" in kind.train(killed).stdout
-    assert kind.runs.final(killed, kind.steps) == kind.runs.final(uninterrupted, kind.steps)
-    assert records(killed, "eval") == records(uninterrupted, "eval") != []
-    assert steps_of(killed) == list(range(1, kind.steps + 1))
+@pytest.fixture(scope="module")
+def uninterrupted(kind, tmp_path_factory):
+    """The run, by one process."""
+    out = tmp_path_factory.mktemp("uninterrupted")
+    kind.train(out)
+    return out
 
 
-def test_two_ranks_stopped_and_killed_end_with_the_same_bits_and_one_may_continue(kind, tmp_path):
-    uninterrupted, parts = tmp_path / "uninterrupted", tmp_path / "parts"
-    kind.train(uninterrupted, ranks=2)
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_run_stopped_and_killed_ends_with_the_same_bits(kind, ranks, uninterrupted, tmp_path):
+    """One of two processes may continue it too, which adds in another order."""
+    parts = tmp_path / "parts"
     for number, step in ((signal.SIGTERM, 4), (signal.SIGKILL, kind.steps // 2)):
-        process = kind.train_until(parts, step, ranks=2)
+        process = kind.train_until(parts, step, ranks)
         workers = [pid for rank in process.processes for pid in descendants(rank.pid)]
         if number == signal.SIGTERM:
             os.kill(process.processes[-1].pid, number)  # to one rank
@@ -98,12 +97,39 @@ def test_two_ranks_stopped_and_killed_end_with_the_same_bits_and_one_may_continu
         else:
             process.kill()
         assert not still_there(workers)
-    shutil.copytree(parts, tmp_path / "alone")
-    assert "resuming at" in kind.train(parts, ranks=2).stdout
-    assert kind.runs.final(parts, kind.steps) == kind.runs.final(uninterrupted, kind.steps)
-    assert records(parts, "eval") == records(uninterrupted, "eval")
-    kind.train(tmp_path / "alone")  # adds in another order
-    assert steps_of(tmp_path / "alone") == list(range(1, kind.steps + 1))
+    if ranks > 1:
+        uninterrupted, alone = tmp_path / "uninterrupted", shutil.copytree(parts, tmp_path / "alone")
+        kind.train(uninterrupted, ranks=2)
+        kind.train(alone)
+        assert steps_of(alone) == list(range(1, kind.steps + 1))
+    assert "resuming at" in kind.train(parts, ranks=ranks).stdout
+    assert kind.final(parts) == kind.final(uninterrupted)
+    assert records(parts, "eval") == records(uninterrupted, "eval") != []
+    assert steps_of(parts) == list(range(1, kind.steps + 1))
+
+
+def test_charts_and_traces_of_a_continued_run_are_of_one_run_and_change_no_weight(kind, uninterrupted, tmp_path):
+    """Also of one that goes back two steps. wandb has two files with one id, which `wandb sync` sends as one run."""
+    flags = ["--wandb", "offline", "--tensorboard", "--profile", "5-8", "--stop-after"]
+    for stop in (6, -1):
+        done = kind.train(tmp_path, *flags, stop, env=processes.without_account(tmp_path))
+        assert "arning: resume" not in done.stderr + done.stdout, done.stderr
+        shutil.rmtree(tmp_path / "run/checkpoints/step_00000006", ignore_errors=True)
+    run, losses = tmp_path / "run", {record["step"]: record["loss"] for record in records(tmp_path, "train")}
+    assert kind.final(tmp_path) == kind.final(uninterrupted)
+    first, second = run.glob("wandb/offline-run-*/*.wandb")
+    assert first.stem == second.stem == f"run-{(run / 'wandb_id').read_text().strip()}"
+    written = first.read_bytes() + second.read_bytes()
+    in_file = [loss for loss in losses.values() if repr(loss).encode() in written]  # a block's end may split some
+    assert b"train/loss" in written and len(in_file) > len(losses) / 2
+    charts = EventAccumulator(str(run / "tensorboard"), size_guidance={"scalars": 0}).Reload()
+    points = [(one.step, one.value) for one in charts.Scalars("train/loss")]
+    assert len(points) == len(losses) and dict(points) == pytest.approx(losses)
+    traces = [json.loads(path.read_text())["traceEvents"] for path in sorted(run.glob("profile_*.json"))]
+    names = [event.get("name", "") for trace in traces for event in trace]
+    steps = [name for name in names if re.fullmatch(rf"{kind.module.Trainer.STEP} \d+", name)]
+    assert [int(name.split()[1]) for name in steps] == [5, 6, 5, 6, 7, 8]
+    assert any(name.startswith("aten::") for name in names)
 
 
 EVALUATIONS = [  # the event, the flags, and which call of `rounds` is interrupted; step 0 of language is evaluated too
@@ -142,39 +168,28 @@ def test_an_evaluation_that_a_signal_interrupts_is_run_again(
 
 # Flags
 
-COMMANDS = {
-    "train": train.TrainConfig(),
-    "evaluate": evaluate.EvaluateConfig(),
-    "eval_core": eval_core.CoreConfig(),
-    "generate": generate.GenerateConfig(),
-    "tokenizer": tokenizer.TokenizerConfig(),
-    "pack": pack.PackConfig(),
-    "corpus": corpus.CorpusConfig(),
-    "accounting": accounting.AccountingConfig(),
-    "train vision": train_vision.TrainConfig(data="digits"),
-    "evaluate vision": evaluate_vision.EvaluateConfig(data="digits"),
-}
+COMMANDS = flags_of("nanochat_gka") | flags_of("deit_gka")
 MORE = {  # values that are wrong, beside those that are far too small or not finite
-    "train": dict(adam_beta1=1.0, adam_beta2=1.0, device_batch_size=0, warmup_ratio=1.1,
-                  warmdown_ratio=1.1, final_lr_frac=1.0, seed=2**63),
-    "evaluate": dict(device_batch_size=0, top_p=1.1, seed=2**63),
-    "tokenizer": dict(vocab_size=65537),
-    "corpus": dict(num_shards=1824),
+    "nanochat_gka.train": dict(adam_beta1=1.0, adam_beta2=1.0, device_batch_size=0, warmup_ratio=1.1,
+                               warmdown_ratio=1.1, final_lr_frac=1.0, seed=2**63),
+    "nanochat_gka.evaluate": dict(device_batch_size=0, top_p=1.1, seed=2**63),
+    "nanochat_gka.tokenizer": dict(vocab_size=65537),
+    "nanochat_gka.corpus": dict(num_shards=1824),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_every_number_of_a_command_has_bounds(command):
-    """Also one that a flag added tomorrow has. --step is checked where the checkpoints are known."""
-    config = COMMANDS[command]
+    """--step is checked where the checkpoints are known."""
+    required = [one.name for one in fields(COMMANDS[command]) if one.default is MISSING is one.default_factory]
+    config = COMMANDS[command](**dict.fromkeys(required, "digits"))
     check_bounds(config)
     refused = list(MORE.get(command, {}).items())
-    for field in fields(config):
-        value = getattr(config, field.name)
+    for name, value in vars(config).items():
         first = value[0] if isinstance(value, tuple) and value else value
-        if type(first) in (int, float) and field.name != "step":
+        if type(first) in (int, float) and name != "step":
             wrong = (-(10**9),) if type(first) is int else (-1e9, math.nan, math.inf)
-            refused += [(field.name, (*value[1:], one) if isinstance(value, tuple) else one) for one in wrong]
+            refused += [(name, (*value[1:], one) if isinstance(value, tuple) else one) for one in wrong]
     for name, wrong in refused:
         with tiny.one_line_error(rf"^{flag_of(name)} must be .*, got \S+$"):
             check_bounds(replace(config, **{name: wrong}))

@@ -61,9 +61,9 @@ def test_a_folder_holds_the_newest_checkpoints_and_no_remains_of_a_killed_save(t
     assert checkpoint.load_newest(tmp_path / "nowhere") is newest(tmp_path) is None
     shutil.copytree(save(tmp_path, 1), tmp_path / ".tmp-step_00000003")
     assert newest(tmp_path).step == 1
-    for step, keep, left in ((2, 2, [1, 2]), (3, 2, [2, 3]), (10, 2, [3, 10]), (11, 3, [3, 10, 11]), (12, 1, [12])):
+    for step, keep, there in ((2, 2, [1, 2]), (3, 2, [2, 3]), (10, 2, [3, 10]), (11, 3, [3, 10, 11]), (12, 1, [12])):
         save(tmp_path, step, keep=keep)
-        assert steps(tmp_path) == left and newest(tmp_path).step == step
+        assert steps(tmp_path) == there and newest(tmp_path).step == step
 
 
 DAMAGE = {  # of a checkpoint's folder, and the file that is named

@@ -9,11 +9,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import tiny
 from processes import environment
-from trainkit_gka import results
+from trainkit_gka import compiling, results
 from trainkit_gka.cli import PassingFault, UserError
 from trainkit_gka.command import command_line
 from trainkit_gka.distributed import Runtime, setup
@@ -21,6 +20,9 @@ from trainkit_gka.exports import CONFIG, export_folder
 from trainkit_gka.files import atomic, atomic_folder, locked, read_json, write_json
 from trainkit_gka.progress import Pace, RunLog, read_events
 from trainkit_gka.results import append_result, describe_hardware, is_processor, processor_name
+from trainkit_gka.run_config import RunConfig
+
+HERE = Runtime(0, 1, torch.device("cpu"))
 
 # Files
 
@@ -36,26 +38,20 @@ def test_failed_atomic_write_keeps_the_old_content(tmp_path):
     assert [path.name for path in file.parent.iterdir()] == ["file"] and file.read_text() == "old"
 
 
-def test_atomic_folder_replaces_whole_or_not(tmp_path):
-    folder = tmp_path / "deep" / "folder"
+def test_atomic_folder_is_replaced_or_stays(tmp_path):
+    """Also where a kill came between the two renames."""
     for content in ("old", "new"):
-        with atomic_folder(folder) as temporary:
-            assert not any(temporary.iterdir()) and temporary.parent == folder.parent
+        with atomic_folder(tmp_path / "folder") as temporary:
+            assert not any(temporary.iterdir()) and temporary.parent == tmp_path
             (temporary / "inner").mkdir()
-            (temporary / "inner" / content).write_text(content)
-        assert [path.name for path in folder.rglob("*")] == ["inner", content]
-    with pytest.raises(ZeroDivisionError), atomic_folder(folder) as temporary:
-        (temporary / "half").touch()
-        raise ZeroDivisionError
-    assert (folder / "inner/new").read_text() == "new" and [path.name for path in folder.parent.iterdir()] == ["folder"]
-
-
-def test_a_folder_is_put_back_where_a_kill_came_between_its_replacement(tmp_path):
-    (tmp_path / ".tmp-replaced-folder").mkdir()
-    (tmp_path / ".tmp-replaced-folder/old").touch()
-    with pytest.raises(ZeroDivisionError), atomic_folder(tmp_path / "folder"):
-        raise ZeroDivisionError
-    assert [path.name for path in tmp_path.rglob("*")] == ["folder", "old"]
+            (temporary / "inner" / content).touch()
+        assert [path.name for path in tmp_path.rglob("*")] == ["folder", "inner", content]
+    for _ in range(2):
+        with pytest.raises(ZeroDivisionError), atomic_folder(tmp_path / "folder") as temporary:
+            (temporary / "half").touch()
+            raise ZeroDivisionError
+        assert [path.name for path in tmp_path.rglob("*")] == ["folder", "inner", "new"]
+        (tmp_path / "folder").rename(tmp_path / ".tmp-replaced-folder")
 
 
 def test_an_export_takes_the_place_of_one_of_the_same_model_alone(tmp_path):
@@ -65,37 +61,36 @@ def test_an_export_takes_the_place_of_one_of_the_same_model_alone(tmp_path):
             (incoming / CONFIG).write_text(content)
         (folder / "notes.txt").touch()
     assert {path.name: path.read_text() for path in folder.iterdir()} == {CONFIG: "second", "notes.txt": ""}
-    with pytest.raises(UserError, match="another model; choose another --out"):
+    with tiny.one_line_error("another model; choose another --out"):
         export_folder(folder, lambda: False).__enter__()
     (folder / CONFIG).unlink()
-    with pytest.raises(UserError, match="is not empty and does not hold an exported model"):
+    with tiny.one_line_error("is not empty and does not hold an exported model"):
         export_folder(folder, lambda: True).__enter__()
 
 
 def test_json_is_read_or_refused_in_one_line(tmp_path):
-    write_json(tmp_path / "a.json", {"π": [1.5, None]})
-    assert read_json(tmp_path / "a.json", "plan") == {"π": [1.5, None]}
+    path, value = tmp_path / "a.json", {"π": [1.5, None]}
+    write_json(path, value)
     with pytest.raises(TypeError):
-        write_json(tmp_path / "a.json", object())
-    assert read_json(tmp_path / "a.json", "plan") == {"π": [1.5, None]}
-    with pytest.raises(UserError, match=r"plan not found: .*b.json"):
+        write_json(path, object())
+    assert read_json(path, "plan") == value
+    for content in (b"", b'{"a": ', b"\xff\xfe\x00", b"[]"):
+        path.write_bytes(content)
+        with tiny.one_line_error(r"plan is not .*JSON.*: .*a\.json"):
+            read_json(path, "plan")
+    with tiny.one_line_error(r"plan not found: .*b\.json"):
         read_json(tmp_path / "b.json", "plan")
-    for content in (b"", b'{"a": ', b"\xff\xfe\x00"):
-        (tmp_path / "b.json").write_bytes(content)
-        with pytest.raises(UserError, match=r"plan is not valid JSON: .*b.json"):
-            read_json(tmp_path / "b.json", "plan")
 
 
 def test_lock_ends_with_a_killed_process(tmp_path):
     code = "import sys, time; from trainkit_gka.files import locked\n"
-    code += "with locked(sys.argv[1], 'packing'): print('held', flush=True); time.sleep(60)"
+    code += "with locked(sys.argv[1], 'packing'): print('locked', flush=True); time.sleep(60)"
     words = [sys.executable, "-c", code, tmp_path / "out"]
-    holder = subprocess.Popen(words, stdout=subprocess.PIPE, text=True, env=environment())
-    assert holder.stdout.readline() == "held\n"
-    with pytest.raises(UserError, match=r"another process is packing .*out; wait for it or choose another folder"):
-        locked(tmp_path / "out", "packing").__enter__()
-    holder.kill()
-    holder.communicate()
+    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True, env=environment()) as holder:
+        assert holder.stdout.readline() == "locked\n"
+        with tiny.one_line_error(r"another process is packing .*out; wait for it or choose another folder"):
+            locked(tmp_path / "out", "packing").__enter__()
+        holder.kill()
     assert holder.returncode == -signal.SIGKILL
     for _ in range(2):
         with locked(tmp_path / "out", "packing"):
@@ -107,21 +102,30 @@ def test_lock_ends_with_a_killed_process(tmp_path):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the error is for machines without a CUDA device")
 def test_absent_device_is_refused():
-    with pytest.raises(UserError, match="no CUDA device is visible; use --device-type cpu"):
+    with tiny.one_line_error("no CUDA device is visible; use --device-type cpu"):
         setup("cuda")
+
+
+def test_without_a_compiler_compiling_is_refused_where_it_is_asked_for_and_left_out_elsewhere(no_compiler, capsys):
+    with tiny.one_line_error(r"^--compile on: "):
+        compiling.mode("--compile", "on", "off", HERE)
+    assert {compiling.mode("--compile", *words, HERE) for words in (("off", "on"), ("auto", "off"))} == {"off"}
+    assert not capsys.readouterr().out
+    assert compiling.mode("--compile", "auto", "max-autotune", HERE) == "off"
+    assert re.fullmatch("--compile auto: .*\n", capsys.readouterr().out)
+
+
+@tiny.needs_compiler
+def test_a_machine_that_can_compile_does():
+    assert compiling.mode("--compile", "auto", "on", HERE) == "on"
+    assert compiling.mode("--compile", "default", "on", HERE) == "default"
 
 
 @pytest.mark.parametrize("failures, code", [([PassingFault], 75), ([UserError], 2), ([PassingFault, UserError], 2)])
 def test_a_process_leaves_with_the_code_of_those_that_failed(failures, code, monkeypatch):
     """A mistake on one of them decides: torchrun need not try it again."""
-
-    def reduce(flag):
-        """Add what the other processes give; each asks for the codes in turn."""
-        code_asked = UserError if not sums else PassingFault
-        sums.append(flag.add_(sum(failure is code_asked for failure in failures)))
-
-    sums: list[torch.Tensor] = []
-    monkeypatch.setattr(torch.distributed, "all_reduce", reduce)
+    kinds = iter([UserError, PassingFault])  # each process asks for both, in turn
+    monkeypatch.setattr(torch.distributed, "all_reduce", lambda flag: flag.add_(failures.count(next(kinds))))
     monkeypatch.setattr("time.sleep", lambda seconds: None)
     with pytest.raises(SystemExit) as end:
         Runtime(0, 3, torch.device("cpu")).agree(lambda: "ready")
@@ -136,71 +140,42 @@ def strict(line: str):
     return json.loads(line, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
 
 
-def write_log(path: Path, first: int, last: int, **more) -> None:
-    log = RunLog(path, **more)
+def write_log(config: RunConfig, first: int, last: int, **more) -> list[dict]:
+    """The lines of the file after a process has logged these steps."""
+    log = RunLog(config, **more)
     for step in range(first, last + 1):
         log.log("train", step, loss=1 / step, run=first)
     log.close()
+    return [*map(strict, log.path.read_text().splitlines())] if log.path.exists() else []
 
 
 def test_a_resumed_log_reads_as_one_run(tmp_path):
-    path = tmp_path / "run" / "log.jsonl"
-    write_log(path, 1, 6)
-    earlier = path.read_text().splitlines()[:4]
-    with open(path, "a") as file:
-        file.write('{"event": "train", "step": 7, "lo')  # killed in the middle of a line
-    write_log(path, 5, 8, resume_step=4)
-    lines = path.read_text().splitlines()
-    assert [strict(line)["step"] for line in lines] == list(range(1, 9))
-    assert [strict(line)["run"] for line in lines] == [1] * 4 + [5] * 4
-    assert [strict(line) for line in lines[:4]] == [strict(line) for line in earlier]
-    write_log(path, 1, 2)  # from the start
-    assert [record["step"] for record in read_events(path)] == [1, 2]
-
-
-def test_foreign_log_lines_are_skipped(tmp_path):
-    path = tmp_path / "log.jsonl"
-    write_log(path, 1, 6)
+    """Without lines that are cut short, of other programs or of steps that run again; other ranks write nothing."""
+    config, path = RunConfig(tmp_path, "run"), tmp_path / "run/log.jsonl"
+    earlier = write_log(config, 1, 6)[:4]
     tiny.damage_log(path, train="loss")
     assert [record["step"] for record in read_events(path, "train", "loss", "run")] == [1, 2, 3, 4, 5]
-    log = RunLog(path, resume_step=4)
+    lines = [line for line in write_log(config, 5, 8, resume_step=4) if "run" in line]
+    assert lines[:4] == earlier and [line["step"] for line in lines] == list(range(1, 9))
+    assert [line["run"] for line in lines] == [1] * 4 + [5] * 4
+    log = RunLog(config, resume_step=4)
     assert log.has("train", 4) and log.has("train", 4, "loss")
     assert not log.has("train", 5) and not log.has("eval", 1, "val_bpb")
     log.close()
-    assert all(strict(line)["step"] <= 4 for line in path.read_text().splitlines())
+    assert [line["step"] for line in write_log(config, 1, 2)] == [1, 2]  # from the start
+    assert not write_log(RunConfig(tmp_path, "other"), 1, 3, enabled=False)
 
 
 def test_lines_are_on_disk_as_soon_as_they_are_logged_and_are_json(tmp_path, capsys):
-    log = RunLog(tmp_path / "log.jsonl")
+    log = RunLog(RunConfig(tmp_path, "run"))
     values = dict(loss=float("nan"), other=float("-inf"), fine=0.5, text="NaN", sigma={"layer_0": [1.0, float("nan")]})
     log.log("train", 1, "step 1 | loss [bold]2[/bold]", **values)
-    record = strict((tmp_path / "log.jsonl").read_text())
+    record = strict(log.path.read_text())
     assert record.pop("time") > 0
     read = dict(loss=None, other=None, fine=0.5, text="NaN", sigma={"layer_0": [1.0, None]})
     assert record == dict(event="train", step=1, **read)
     assert capsys.readouterr().out == "step 1 | loss [bold]2[/bold]\n"
     log.close()
-
-
-def test_tensorboard_has_each_number_once_also_of_a_run_that_went_back(tmp_path):
-    for first, last in ((1, 6), (5, 8)):
-        log = RunLog(tmp_path / "log.jsonl", resume_step=first - 1, tensorboard=True)
-        for step in range(first, last + 1):
-            log.log("train", step, loss=first / step, sigma={"layer_0": [1.0, step]}, text="no number")
-        log.close()
-    charts = EventAccumulator(str(tmp_path / "tensorboard"), size_guidance={"scalars": 0}).Reload()
-    points = [((name, one.step), one.value) for name in charts.Tags()["scalars"] for one in charts.Scalars(name)]
-    expected = {}
-    for step in range(1, 9):
-        sigma = {"mean": (1 + step) / 2, "min": 1, "max": step}
-        expected["train/loss", step] = (1 if step < 5 else 5) / step
-        expected |= {(f"train/sigma/layer_0/{name}", step): value for name, value in sigma.items()}
-    assert len(points) == len(expected) and dict(points) == pytest.approx(expected)
-
-
-def test_other_ranks_write_nothing(tmp_path):
-    write_log(tmp_path / "log.jsonl", 1, 3, enabled=False)
-    assert not list(tmp_path.iterdir())
 
 
 def test_pace_leaves_out_the_first_steps():
@@ -215,7 +190,7 @@ def test_pace_leaves_out_the_first_steps():
     assert pace.seconds_for(10) == 70
 
 
-def test_a_processor_is_told_apart_by_name_instructions_and_threads(threads, monkeypatch):
+def test_a_processor_is_described_by_name_instructions_and_threads(threads, monkeypatch):
     entries = "processor\t: 0\ncpu family\t: 25\nmodel\t\t: 17\nmodel name\t: {}\nflags\t\t: fpu\n"
     assert processor_name(entries.format("AMD EPYC")) == "AMD EPYC family 25 model 17"  # a name without a number
     assert processor_name(entries.format("Intel Xeon 8488C")) == "Intel Xeon 8488C"
@@ -232,12 +207,11 @@ def test_result_line_names_commit_command_and_hardware(tmp_path):
     for metrics in ({"val_bpb": 0.5}, {"val_bpb": 0.25}):
         append_result(path, "pretrain", config, metrics, torch.device("cpu"), world_size=3)
     record = strict(path.read_text().splitlines()[1])
-    assert list(record) == ["kind", "date", "commit", "command", "hardware", "processes", "torch", "config", "metrics"]
-    assert record["kind"] == "pretrain" and record["processes"] == 3 and record["torch"] == torch.__version__
-    assert record["config"] == {"out": "out/runs", "depth": 20} and record["metrics"] == {"val_bpb": 0.25}
-    assert re.fullmatch(r"\d{4}-\d\d-\d\d \d\d:\d\d", record["date"])
-    assert re.fullmatch(r"[0-9a-f]{7,}\+?|unknown", record["commit"])
-    assert record["command"] == command_line() != "" and is_processor(record["hardware"])
+    assert re.fullmatch(r"\d{4}-\d\d-\d\d \d\d:\d\d", record.pop("date"))
+    assert re.fullmatch(r"[0-9a-f]{7,}\+?|unknown", record.pop("commit"))
+    assert record.pop("command") == command_line() != "" and is_processor(record.pop("hardware"))
+    expected = {"kind": "pretrain", "processes": 3, "torch": torch.__version__}
+    assert record == {**expected, "config": {"out": "out/runs", "depth": 20}, "metrics": {"val_bpb": 0.25}}
 
 
 def test_the_commit_is_that_of_the_start_and_a_changed_kernel_is_marked(tmp_path, monkeypatch):
@@ -253,7 +227,7 @@ def test_the_commit_is_that_of_the_start_and_a_changed_kernel_is_marked(tmp_path
     git("commit", "-qm", "a")
     results.git_commit.cache_clear()
     first = results.git_commit()
-    (tmp_path / "notes.md").write_text("what decides nothing")
+    (tmp_path / "notes.md").touch()
     assert results.git_commit.__wrapped__() == first != "unknown"
     for name in ("kernel.cpp", "tiles.h", "new.py"):
         (tmp_path / name).write_text("// 2")

@@ -1,8 +1,10 @@
-"""Commands that a signal or a closed terminal ends: in time, in one line, and saved what is to be saved."""
+"""Commands that a signal, a closed terminal or a mistake ends, alone and under torchrun: in time and in one line."""
 
 import fcntl
 import os
 import pty
+import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -12,119 +14,22 @@ from pathlib import Path
 
 import psutil
 import pytest
+from torch.distributed import run
 
 from processes import environment, still_there
 from sources import ROOT
+from trainkit_gka.command import OUR_TORCHRUN, as_typed
 from trainkit_gka.signals import GRACE
+from trainkit_gka.torchrun import SETTINGS, on_one_machine
 
-COMMAND = """
-import ctypes, os, sys, time
-from dataclasses import dataclass
-from pathlib import Path
-from trainkit_gka import cli
-from trainkit_gka.files import atomic
-
-@dataclass
-class Command:
-    work: str
-    folder: Path
-
-def main(config):
-    with atomic(config.folder / "result") as temporary:
-        temporary.write_text("half")
-        try:
-            print("working", flush=True)
-            if config.work == "a native call":  # which looks at no signal, as a collective does whose others are gone
-                ctypes.CDLL(None).system(b"cat")
-            while True:
-                time.sleep(0.01)
-        except BaseException as error:
-            if config.work == "a library":  # that takes an error for one of its own
-                time.sleep(60)
-            # From a library that makes an error of its own of any.
-            raise SystemError("the callback returned a result with an exception set") from error
-
-cli.run(main, Command)
-"""
+PYTHON, TORCHRUN = [sys.executable], [sys.executable, "-m", OUR_TORCHRUN, "--standalone"]
+TWO = [*TORCHRUN, "--nproc-per-node", "2", "--"]
 
 
-def start(words, **options) -> subprocess.Popen:
-    env = {**environment(), "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests/support")])}
-    options = {"text": True, "env": env, "cwd": ROOT, "stdin": subprocess.PIPE, **options}
-    return subprocess.Popen([sys.executable, *map(str, words)], **options)
-
-
-def command(work: str, folder: Path, **options) -> subprocess.Popen:
-    (folder / "command.py").write_text(COMMAND)
-    words = [folder / "command.py", "--work", work, "--folder", folder]
-    process = start(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **options)
-    assert process.stdout.readline() == "working\n", process.stderr.read()
-    return process
-
-
-@pytest.mark.parametrize(
-    "work, number",
-    [
-        ("steps", signal.SIGTERM),
-        ("steps", signal.SIGHUP),
-        ("a native call", signal.SIGTERM),
-        ("a library", signal.SIGTERM),
-    ],
-)
-def test_a_command_ends_in_time_with_one_line(work, number, tmp_path):
-    process = command(work, tmp_path)
-    began = time.monotonic()
-    process.send_signal(number)
-    process.wait(60)
-    assert time.monotonic() - began < 2 * GRACE
-    errors = process.communicate()[1]
-    assert process.returncode == 128 + number and errors == f"stopped by {number.name}\n"
-    remains = {path.name for path in tmp_path.iterdir()} - {"command.py"}
-    assert not remains or (
-        work != "steps" and all(name.startswith(".tmp-") for name in remains)
-    )  # nothing looks complete
-
-
-def test_nohup_ignores_sighup(tmp_path):
-    process = command("steps", tmp_path, preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN))
-    process.send_signal(signal.SIGHUP)
-    time.sleep(0.5)
-    assert process.poll() is None
-    process.send_signal(signal.SIGTERM)
-    process.communicate()
-    assert process.returncode == 128 + signal.SIGTERM
-
-
-# --- Several processes, and commands that start others ---
-
-TWO = r"""
-import os, sys, time
-from trainkit_gka import cli, distributed
-
-def main(config):
-    with distributed.running("cpu") as runtime:
-        sys.stdout.write("working\n")  # print would write the line's end apart
-        if os.environ["RANK"] == "0":
-            time.sleep(600)
-        runtime.barrier()  # for a rank that does not come
-
-cli.run(main, dict)
-"""
-TORCHRUN = ["-m", "trainkit_gka.torchrun", "--standalone", "--nproc-per-node", "2", "--"]
-
-
-@pytest.mark.parametrize("to", ["torchrun", "the rank that waits"])
-def test_two_processes_end_in_time(to, tmp_path):
-    (tmp_path / "two.py").write_text(TWO)
-    process = start([*TORCHRUN, tmp_path / "two.py"], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    assert [process.stdout.readline() for _ in range(2)] == ["working\n"] * 2
-    workers = ranks_of(process.pid)
-    began = time.monotonic()
-    os.kill(process.pid if to == "torchrun" else workers[1], signal.SIGTERM)
-    errors = process.communicate(timeout=60)[1]
-    assert time.monotonic() - began < 2 * GRACE + 5 and process.returncode == 128 + signal.SIGTERM, errors
-    assert errors.count("stopped by SIGTERM") == 1 and "Traceback" not in errors, errors
-    assert not still_there(workers)
+def start(words, env=None, **options) -> subprocess.Popen:
+    options = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE) | options
+    env = {**environment(), "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests/support'}", **(env or {})}
+    return subprocess.Popen([*map(str, words)], text=True, cwd=ROOT, env=env, **options)
 
 
 def ranks_of(pid: int) -> list[int]:
@@ -133,37 +38,120 @@ def ranks_of(pid: int) -> list[int]:
     return [ranks[rank] for rank in sorted(ranks) if rank >= 0]
 
 
-# --- Training in a terminal that is closed ---
+COMMAND = """
+import ctypes, os, sys, time
+from dataclasses import dataclass
+from pathlib import Path
+from trainkit_gka import cli, command, distributed
+from trainkit_gka.files import atomic
+
+@dataclass
+class Command:
+    work: str
+    folder: Path
+
+def main(config):
+    if config.work in ("UserError", "PassingFault"):
+        with open(config.folder / "log", "a") as log:
+            print(command.command_line(), file=log)
+        raise getattr(cli, config.work)("it failed")
+    if config.work == "two ranks":
+        with distributed.running("cpu") as runtime:
+            sys.stdout.write("working\\n")  # print would write the line's end apart
+            if os.environ["RANK"] == "0":
+                time.sleep(600)
+            runtime.barrier()  # for a rank that does not come
+    with atomic(config.folder / "result") as temporary:
+        temporary.write_text("half")
+        try:
+            print("working", flush=True)
+            if config.work == "a native call":  # which looks at no signal, as a collective does whose peers are gone
+                ctypes.CDLL(None).system(b"cat")
+            while True:
+                time.sleep(0.01)
+        except BaseException as error:
+            if config.work == "a library":  # that takes an error for one of its
+                time.sleep(60)
+            # From a library that makes another error of any.
+            raise SystemError("the callback returned a result with an exception set") from error
+
+cli.run(main, Command)
+"""
+
+
+def command(launcher, work: str, folder: Path, **options) -> subprocess.Popen:
+    (folder / "command.py").write_text(COMMAND)
+    return start([*launcher, folder / "command.py", "--work", work, "--folder", folder], **options)
+
+
+# Signals
+
+
+@pytest.mark.parametrize(
+    "work, number, nohup",
+    [
+        ("steps", signal.SIGTERM, True),
+        ("steps", signal.SIGHUP, False),
+        ("a native call", signal.SIGTERM, False),
+        ("a library", signal.SIGTERM, False),
+    ],
+)
+def test_a_command_ends_in_time_with_one_line(work, number, nohup, tmp_path):
+    """Not by SIGHUP under nohup. Nothing that it leaves looks complete."""
+    ignored = signal.SIG_IGN if nohup else signal.SIG_DFL
+    process = command(PYTHON, work, tmp_path, preexec_fn=lambda: signal.signal(signal.SIGHUP, ignored))
+    assert process.stdout.readline() == "working\n", process.stderr.read()
+    if nohup:
+        process.send_signal(signal.SIGHUP)
+        time.sleep(0.5)
+        assert process.poll() is None
+    began = time.monotonic()
+    process.send_signal(number)
+    process.wait(60)
+    assert time.monotonic() - began < 2 * GRACE
+    assert process.returncode == 128 + number and process.communicate()[1] == f"stopped by {number.name}\n"
+    remains = {path.name for path in tmp_path.iterdir()} - {"command.py"}
+    assert not remains if work == "steps" else all(name.startswith(".tmp-") for name in remains)
+
+
+@pytest.mark.parametrize("to", ["torchrun", "the rank that waits"])
+def test_two_processes_end_in_time(to, tmp_path):
+    process = command(TWO, "two ranks", tmp_path)
+    assert [process.stdout.readline() for _ in range(2)] == ["working\n"] * 2
+    workers, began = ranks_of(process.pid), time.monotonic()
+    os.kill(process.pid if to == "torchrun" else workers[1], signal.SIGTERM)
+    errors = process.communicate(timeout=60)[1]
+    assert time.monotonic() - began < 2 * GRACE + 5 and process.returncode == 128 + signal.SIGTERM, errors
+    assert errors.count("stopped by SIGTERM") == 1 and "Traceback" not in errors, errors
+    assert not still_there(workers)
+
+
+# Training in a terminal that is closed
 
 TOY = "-m toy_trainer --model-tag run --device-type cpu --save-every -1 --eval-every -1 --log-every 1 --steps 2000"
 
 
-def train_in(output: int, folder: Path, before=(), **options) -> subprocess.Popen:
-    """A training that writes to this descriptor, which is closed here."""
-    words = [*before, *TOY.split(), "--seconds", "0.01", "--out", folder, "--results", folder / "results.jsonl"]
-    process = start(words, **{"stdout": output, "stderr": output, **options})
+def train_until_round_5(source: int, output: int, folder: Path, launcher=PYTHON, **options) -> subprocess.Popen:
+    """A training that writes to the descriptor `output`, which is closed here, when `source` has read of round 5."""
+    words = [*launcher, *TOY.split(), "--seconds", "0.01", "--out", folder, "--results", folder / "results.jsonl"]
+    process, text = start(words, **{"stdout": output, "stderr": output, **options}), b""
     os.close(output)
+    while b"round 5" not in text:
+        text += os.read(source, 2**16)
     return process
-
-
-def read_to_round_5(source: int) -> None:
-    output = b""
-    while b"round 5" not in output:
-        output += os.read(source, 2**16)
 
 
 def saved(folder: Path) -> list[str]:
     return [path.name for path in (folder / "run/checkpoints").glob("step_*")]
 
 
-@pytest.mark.parametrize("launcher", [[], TORCHRUN[:-1]], ids=["1 process", "2 processes"])
+@pytest.mark.parametrize("launcher", [PYTHON, TWO[:-1]], ids=["1 process", "2 processes"])
 def test_a_closed_terminal_saves(launcher, tmp_path):
-    """Of a session of its own, whose terminal is a pseudo-terminal."""
-    terminal, theirs = pty.openpty()
-    own_terminal = {"start_new_session": True, "preexec_fn": lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0)}
-    process = train_in(theirs, tmp_path, launcher, stdin=theirs, **own_terminal)
-    read_to_round_5(terminal)
-    ranks = ranks_of(process.pid) if launcher else []
+    """That of a new session, a pseudo-terminal."""
+    terminal, output = pty.openpty()
+    session = {"start_new_session": True, "preexec_fn": lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0)}
+    process = train_until_round_5(terminal, output, tmp_path, launcher, stdin=output, **session)
+    ranks = ranks_of(process.pid) if launcher != PYTHON else []
     os.close(terminal)
     assert process.wait(60) == 0 and not still_there(ranks)
     (name,) = saved(tmp_path)
@@ -171,14 +159,70 @@ def test_a_closed_terminal_saves(launcher, tmp_path):
     assert f'"step": {int(name[5:])}' in lines[-1] and 5 <= int(name[5:]) < 2000
 
 
-@pytest.mark.parametrize("output", [os.pipe, pty.openpty], ids=["pipe", "terminal"])
-def test_training_outlives_the_reader_of_its_output(output, tmp_path):
+@pytest.mark.parametrize("open_output", [os.pipe, pty.openpty], ids=["pipe", "terminal"])
+def test_training_outlives_the_reader_of_its_output(open_output, tmp_path):
     """A pipe's, or a terminal that is gone without a signal: every line that it prints fails."""
-    ours, theirs = output()
-    process = train_in(theirs, tmp_path)
-    read_to_round_5(ours)
-    os.close(ours)
+    source, output = open_output()
+    process = train_until_round_5(source, output, tmp_path)
+    os.close(source)
     time.sleep(0.5)
     assert process.poll() is None
     process.terminate()
     assert process.wait(60) == 0 and len(saved(tmp_path)) == 1
+
+
+# Mistakes, and torchrun
+
+
+@pytest.mark.parametrize(
+    "launcher, error, tries, code",
+    [
+        (TORCHRUN, "UserError", 1, 2),
+        (TORCHRUN, "PassingFault", 3, 75),
+        ([str(Path(sys.executable).with_name("torchrun")), "--standalone"], "UserError", 1, 1),
+    ],
+)
+def test_a_mistake_is_not_tried_again_and_a_passing_fault_is(launcher, error, tries, code, tmp_path, monkeypatch):
+    ours = launcher is TORCHRUN
+    process = command([*launcher, "--max-restarts", "2", "--"], error, tmp_path, env={} if ours else SETTINGS)
+    errors, lines = process.communicate()[1], (tmp_path / "log").read_text().splitlines()
+    repeated = int(error == "PassingFault")  # it is printed at each try, and at the end
+    assert len(lines) == errors.count("error: it failed\n") - repeated == tries, errors
+    assert process.returncode == code
+    if ours:
+        assert errors.endswith("\nerror: it failed\n") and "Traceback" not in errors
+    monkeypatch.chdir(ROOT)
+    settings = [] if ours else [f"{name}={value}" for name, value in SETTINGS.items()]
+    typed = [*settings, as_typed(launcher[0]), *launcher[1:], "--max-restarts", "2", "--", f"{tmp_path}/command.py"]
+    assert lines == [shlex.join([*typed, "--work", error, "--folder", str(tmp_path)])] * tries
+
+
+MEETING = """
+import os, sys, torch
+from trainkit_gka import distributed
+
+with distributed.running("cpu") as runtime:
+    total = int(runtime.sum(torch.ones(1)).item())
+    where = os.environ["MASTER_ADDR"], os.environ["GLOO_SOCKET_IFNAME"], os.uname().nodename
+    sys.stdout.write(" ".join([*where, str(total)]) + "\\n")
+"""
+
+
+def test_one_machine_meets_at_the_loopback_address(tmp_path, monkeypatch):
+    """Also where its name does not resolve; renaming it for this process takes a right."""
+    (tmp_path / "meeting.py").write_text(MEETING)
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    words, name = [*TWO, tmp_path / "meeting.py"], os.uname().nodename
+    rename = [shutil.which("unshare") or "false", "-u", "sh", "-c", 'hostname no-such.invalid && exec "$@"', "sh"]
+    if subprocess.run([*rename, "true"], capture_output=True).returncode == 0:
+        words, name = [*rename, *words], "no-such.invalid"
+    output, errors = start(words).communicate(timeout=100)
+    assert output == f"127.0.0.1 lo {name} 2\n" * 2, errors
+
+
+@pytest.mark.parametrize("words", [["--nnodes", "2"], ["--standalone", "--local-addr", "10.0.0.1"]])
+def test_an_address_of_the_user_counts(words, monkeypatch):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth7")
+    taken = run.parse_args([*on_one_machine(words), "script.py"])
+    assert taken.local_addr == (words[-1] if "--standalone" in words else None)
+    assert os.environ["GLOO_SOCKET_IFNAME"] == "eth7"
