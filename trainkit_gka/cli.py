@@ -21,12 +21,13 @@ from typing import Annotated, Any, TypeVar, get_type_hints
 
 from trainkit_gka import command, signals
 
-# The flags to lower when a GPU's memory is full, whichever a command has: they change the speed, not the result.
+# The flags to lower when a GPU's memory is full: they change the speed, not the result.
 BATCH_FLAGS = ("device_batch_size", "batch_tokens", "max_rows", "batch_size")
 # Errors of files that may be gone at the next try: a disk or a machine on the network did not answer.
 PASSING = {errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EAGAIN, errno.EBUSY, errno.ENOTCONN, errno.ESHUTDOWN}
 PASSING |= {errno.ECONNRESET, errno.ECONNABORTED, errno.ECONNREFUSED, errno.EHOSTDOWN, errno.EHOSTUNREACH}
 PASSING |= {errno.ENETDOWN, errno.ENETRESET, errno.ENETUNREACH}
+NETWORK = ("ConnectionError", "ConnectError", "ConnectTimeout", "ReadTimeout", "LocalEntryNotFoundError")
 
 
 class UserError(Exception):
@@ -49,13 +50,8 @@ def reason_of(error: BaseException) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(". ")
 
 
-NETWORK = ("ConnectionError", "ConnectError", "ConnectTimeout", "ReadTimeout", "LocalEntryNotFoundError")
-
-
 def is_network(error: BaseException | None) -> bool:
-    """Whether an error or one of its causes is a network or a hub that does not answer; libraries name such errors
-    differently.
-    """
+    """Whether an error or one of its causes is a network or a hub that does not answer, by the names of libraries."""
     while error is not None:
         if isinstance(error, (ConnectionError, TimeoutError)) or type(error).__name__ in NETWORK:
             return True
@@ -79,9 +75,8 @@ class Bounds:
 
     def check(self, flag: str, value: float) -> None:
         """Raises UserError, naming `flag`, if `value` is out of bounds."""
-        above = value > self.least if self.open_least else value >= self.least
-        below = value < self.most if self.open_most else value <= self.most
-        in_range = above and below and (isinstance(value, int) or math.isfinite(value))
+        excluded = (value, True) in ((self.least, self.open_least), (self.most, self.open_most))
+        in_range = self.least <= value <= self.most and abs(value) < math.inf and not excluded
         if not (in_range or (self.other is not None and value == self.other[0])):
             least = f"{'above' if self.open_least else 'at least'} {self.least}" if math.isfinite(self.least) else ""
             most = f"{'below' if self.open_most else 'at most'} {self.most}" if math.isfinite(self.most) else ""
@@ -91,7 +86,7 @@ class Bounds:
 
 
 class Group(Enum):
-    """The box of a flag in --help, in their order there. In the type of the field: `Annotated[int, Group.MODEL]`."""
+    """The box of a flag in --help, in the order of the boxes."""
 
     MODEL = "model"
     DATA = "data"
@@ -114,7 +109,7 @@ def flag_of(field: str) -> str:
 def check_bounds(config: Any) -> None:
     """Raises UserError for the first field of `config`, of any class with annotations, that is out of its Bounds.
 
-    Every value of a tuple or list must be in them. Strings and None have no bounds.
+    Those of a tuple or list are its values'. Strings and None have no bounds.
     """
     for name, hint in get_type_hints(type(config), include_extras=True).items():
         value = getattr(config, name, None)
@@ -137,65 +132,59 @@ def parse(config_class: type, argv: list[str] | None) -> Any:
     """The flags in `argv` as a `config_class`. Raises UserError without a message after tyro's box, on rank 0."""
     import tyro
 
-    grouped = _with_groups(config_class)
+    output = io.StringIO() if os.environ.get("RANK", "0") != "0" else None  # tyro's console_outputs leaves some boxes
     options = {"prog": shlex.join(command.program()), "description": inspect.getdoc(config_class)}
     try:
-        with contextlib.ExitStack() as output:
-            if os.environ.get("RANK", "0") != "0":  # some boxes come even with tyro's console_outputs=False
-                output.enter_context(contextlib.redirect_stdout(io.StringIO()))
-                output.enter_context(contextlib.redirect_stderr(io.StringIO()))
-            parsed = tyro.cli(grouped, args=argv, config=[tyro.conf.OmitArgPrefixes], **options)
+        with contextlib.redirect_stdout(output or sys.stdout), contextlib.redirect_stderr(output or sys.stderr):
+            parsed = tyro.cli(_in_boxes(config_class), args=argv, config=[tyro.conf.OmitArgPrefixes], **options)
     except SystemExit as refusal:
         if refusal.code:
             raise UserError("") from None
         raise
-    if grouped is config_class:
+    if type(parsed) is config_class:
         return parsed
-    values = vars(parsed)
-    groups = [values.pop(group.name) for group in Group if group.name in values]
-    return config_class(**values, **{name: value for group in groups for name, value in vars(group).items()})
+    values = {}
+    for name, value in vars(parsed).items():
+        values |= vars(value) if name in Group.__members__ else {name: value}
+    return config_class(**values)
 
 
-def _with_groups(config_class: type) -> type:
-    """`config_class` for tyro, the fields of each Group in a dataclass of their own; itself if no field has a Group."""
+def _in_boxes(config_class: type) -> type:
+    """`config_class` for tyro, with a dataclass for the fields of each Group; itself if no field has a Group."""
     import tyro
 
-    hints, members = get_type_hints(config_class, include_extras=True), {}
+    hints = get_type_hints(config_class, include_extras=True)
     group_of = {name: g for name, hint in hints.items() for g in getattr(hint, "__metadata__", ()) if type(g) is Group}
     if not group_of:
         return config_class
-    docs, known = _field_docs(config_class), {one.name: one for one in fields(config_class)}
-    names = [name for base in config_class.__mro__ for name in inspect.get_annotations(base) if name in known]
-    for name in dict.fromkeys(names):  # of the class itself, then those of its bases
-        hint = Annotated[hints[name], tyro.conf.arg(help=docs.get(name))]
-        copy = field(default=known[name].default, default_factory=known[name].default_factory)
-        members.setdefault(group_of.get(name), []).append((name, hint, copy))
-    for group in Group:
-        if group in members:
-            part = make_dataclass(group.value, members.pop(group), kw_only=True)
-            title = tyro.conf.arg(name=group.value, help="")  # of the box
-            members.setdefault(None, []).append((group.name, Annotated[part, title]))
+    docs, members = _field_docs(config_class), {group: [] for group in (None, *Group)}
+    for one in sorted(fields(config_class), key=lambda one: [*docs].index(one.name)):
+        hint = Annotated[hints[one.name], tyro.conf.arg(help=docs[one.name])]
+        copy = field(default=one.default, default_factory=one.default_factory)
+        members[group_of.get(one.name)].append((one.name, hint, copy))
+    for group in filter(members.get, Group):
+        part = make_dataclass(group.value, members[group], kw_only=True)
+        members[None].append((group.name, Annotated[part, tyro.conf.arg(name=group.value, help="")]))
     return make_dataclass("Flags", members[None], kw_only=True)
 
 
-def _field_docs(config_class: type) -> dict[str, str]:
-    """The docstrings of the fields, which only the source has; inherited fields included."""
+def _field_docs(config_class: type) -> dict[str, str | None]:
+    """The docstrings of the fields, which only the source has: of the class itself, then of its bases."""
     docs = {}
-    for base in [base for base in reversed(config_class.__mro__) if inspect.get_annotations(base)]:
+    for base in filter(inspect.get_annotations, config_class.__mro__):
         body = ast.parse(textwrap.dedent(inspect.getsource(base))).body[0].body
-        for one, two in itertools.pairwise(body):
-            if isinstance(one, ast.AnnAssign) and isinstance(two, ast.Expr):
-                docs[one.target.id] = " ".join(two.value.value.split())
+        for one, two in itertools.pairwise([*body, None]):
+            if isinstance(one, ast.AnnAssign):
+                docs.setdefault(one.target.id, " ".join(two.value.value.split()) if isinstance(two, ast.Expr) else None)
     return docs
 
 
 def run(main: Callable[[Any], None], config_class: type, argv: list[str] | None = None) -> None:
     """Parse `argv` (default: the process's) into `config_class` and call `main` with it.
 
-    The docstring of `config_class` is the help text, the docstrings of its fields are the flags' help, and values out
-    of the fields' Bounds are refused. Exit codes: 2 for `UserError` and files that cannot be used, 75 for
-    `PassingFault` and files that the next try may be able to use, 130 for Ctrl-C, 143 for SIGTERM and 129 for a closed
-    terminal. Signals end the command within seconds.
+    The docstrings of `config_class` and of its fields are the help text. Exit codes: 2 for `UserError`, values out of
+    Bounds and files that cannot be used, 75 for `PassingFault` and files that the next try may be able to use, 130 for
+    Ctrl-C, 143 for SIGTERM and 129 for a closed terminal. Signals end the command within seconds.
     """
     signals.keep_output()
     for stream in (sys.stdout, sys.stderr):
@@ -216,9 +205,9 @@ def run(main: Callable[[Any], None], config_class: type, argv: list[str] | None 
             command.fail("the disk is full; free some space and run the same command again")
         if error.filename is None:  # not about a path of the user's
             raise
-        if error.errno in PASSING:
-            command.fail(f"{error.filename}: {error.strerror}; run the same command again", PassingFault.code)
-        command.fail(f"{error.filename}: {error.strerror}")
+        passing = error.errno in PASSING
+        again, code = ("; run the same command again", PassingFault.code) if passing else ("", command.MISTAKE)
+        command.fail(f"{error.filename}: {error.strerror}{again}", code)
     except RuntimeError as error:
         if type(error).__name__ != "OutOfMemoryError":  # torch's, which is not imported for its name alone
             raise

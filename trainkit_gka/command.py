@@ -1,7 +1,4 @@
-"""The command that started this process: the words that one types to start it again, and its end.
-
-Under `trainkit_gka.torchrun` a process writes its error into a note, which torchrun prints as its last line.
-"""
+"""The command that started this process: the words that one types to start it again, and its end."""
 
 import json
 import os
@@ -14,7 +11,7 @@ import time
 MISTAKE = 2  # the exit code of a user's mistake, which torchrun need not try again
 OUR_TORCHRUN = "trainkit_gka.torchrun"
 TORCHRUN = ("torchrun", "torch.distributed.run", OUR_TORCHRUN)
-# Set by `trainkit_gka.torchrun`: the file in which a process writes the error that torchrun prints last.
+# Set by `trainkit_gka.torchrun`: the file into which a process writes the error that torchrun prints last.
 LAST_ERROR = "GKA_LAST_ERROR"
 # Read by torchrun: 1 gives restarted workers a new store. With the old one they meet dead peers' addresses and hang.
 STORE_SWITCH = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
@@ -37,9 +34,9 @@ def fail(message: str, code: int = MISTAKE) -> None:
 
 
 def write_note(message: str, code: int) -> bool:
-    """Write for `trainkit_gka.torchrun` with which message and code to end; an empty message is not printed.
+    """Write the message, "" for none, and the code with which `trainkit_gka.torchrun` ends, if it started this process.
 
-    Returns whether it started this process.
+    Returns whether it did.
     """
     if note := os.environ.get(LAST_ERROR):
         with open(f"{note}.{os.getpid()}", "w") as file:
@@ -49,8 +46,10 @@ def write_note(message: str, code: int) -> bool:
 
 
 def end(code, at_once: bool = False) -> None:
-    """End the process, at once if it is one of several: a thread of gloo's may ask for the interpreter while that
-    closes down, and then aborts. After a user's mistake, end a torchrun that would try it again.
+    """End the process, and after a user's mistake a torchrun that would try it again.
+
+    at_once: without cleaning up, as always if there are several processes: a thread of gloo's may ask for the
+    interpreter while that closes down, and then aborts.
     """
     if code == MISTAKE and int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")) and _torchrun_line():
         sys.stdout.flush()

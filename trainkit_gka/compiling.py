@@ -25,10 +25,7 @@ def mode(flag: str, value: str, automatic: str, runtime: Runtime) -> str:
 
 
 def obstacle(device: torch.device) -> str | None:
-    """Why torch.compile fails on `device`, or None. Compiles a sum, which needs the same tools as a model.
-
-    Takes seconds, which the model's compilation saves later.
-    """
+    """Why torch.compile fails on `device`, or None. Compiles a sum; the model's compilation saves those seconds."""
     try:
         torch.compile(lambda x: x + 1, dynamic=False)(torch.zeros(8, device=device))
     except Exception as error:  # from the compiler, Triton or the system, without a type in common

@@ -12,10 +12,8 @@ class MissingExtra(ModuleNotFoundError):
 def missing(extra: str, *modules: str) -> str:
     """One line that names those of `modules`, of gka[extra], that are not installed; empty if none is missing."""
     absent = [name for name in modules if importlib.util.find_spec(name) is None]
-    if not absent:
-        return ""
     verb = "is" if len(absent) == 1 else "are"
-    return f"{', '.join(absent)} {verb} not installed: {advice(extra)}"
+    return f"{', '.join(absent)} {verb} not installed: {advice(extra)}" if absent else ""
 
 
 def advice(extra: str) -> str:
@@ -32,9 +30,6 @@ def require(package: str, extra: str, *modules: str) -> None:
 def require_version(package: str, extra: str, distribution: str, oldest: str) -> None:
     """Raises MissingExtra if an installed distribution is older than `oldest`, such as 5.23."""
     version = importlib.metadata.version(distribution)
-    if _release(version) < _release(oldest):
+    installed, needed = ([*map(int, re.findall(r"\d+", text)[:2])] for text in (version, oldest))
+    if installed < needed:
         raise MissingExtra(f"{distribution} {version} is older than {oldest}: {advice(extra)}", name=package)
-
-
-def _release(version: str) -> list[int]:
-    return [int(number) for number in re.findall(r"\d+", version)[:2]]

@@ -22,10 +22,10 @@ def count():
 
 
 def count_visible(uuids, selection):
-    """How many of these GPUs CUDA_VISIBLE_DEVICES selects.
+    """How many of these GPUs CUDA_VISIBLE_DEVICES selects, None all, as CUDA reads it.
 
-    As CUDA reads it: numbers or beginnings of UUIDs, up to the first that names no GPU. A repeated GPU leaves none, and
-    of the partitions of a GPU (MIG) CUDA uses the first alone. selection: None selects all.
+    Numbers or beginnings of UUIDs, up to the first that names no GPU. A repeated GPU leaves none, and of the partitions
+    of a GPU (MIG) CUDA uses the first alone.
     """
     if selection is None:
         return len(uuids)

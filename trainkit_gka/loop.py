@@ -45,15 +45,7 @@ def launch(config: RunConfig, make_trainer: Callable[[Any, Runtime, Checkpoint |
                 cleanup.enter_context(locked(config.folder, "training in"))
                 check_appendable(config.results)
             trainer = make_trainer(config, runtime, resume(config, runtime))
-            log = RunLog(
-                config.folder / LOG,
-                resume_step=trainer.state["step"],
-                wandb_mode=config.wandb,
-                tensorboard=config.tensorboard,
-                name=config.tag,
-                config=config.identity(),
-                enabled=runtime.is_main,
-            )
+            log = RunLog(config, trainer.state["step"], runtime.is_main)
             cleanup.callback(log.close)
             return trainer, log, Profiler(trainer)
 
@@ -154,15 +146,10 @@ def finish(trainer: Trainer, log: RunLog) -> None:
     config, (summary, words) = trainer.config, trainer.summary(log)
     summary["warnings"] = [record["text"] for record in log.records("warning", "text")]
     if not is_recorded(trainer, log):
-        append_result(
-            config.results, trainer.KIND, config.record(), summary, trainer.runtime.device, trainer.runtime.world_size
-        )
+        device, world_size = trainer.runtime.device, trainer.runtime.world_size
+        append_result(config.results, trainer.KIND, config.record(), summary, device, world_size)
     log.log("finish", trainer.steps, **summary)
-    print(
-        f"{config.folder}: finished, {words}",
-        *(f"warning: {text}" for text in summary["warnings"]),
-        sep="\n",
-    )
+    print(f"{config.folder}: finished, {words}", *(f"warning: {text}" for text in summary["warnings"]), sep="\n")
 
 
 def is_recorded(trainer: Trainer, log: RunLog) -> bool:

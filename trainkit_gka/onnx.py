@@ -1,12 +1,10 @@
-"""ONNX files: written by torch's exporter, quantised and run by onnxruntime. Everything here needs the extra `onnx`.
-
-Opset 20 is the first with a GELU; every current runtime reads it.
-"""
+"""ONNX files: written by torch's exporter, quantised and run by onnxruntime. Everything here needs the extra `onnx`."""
 
 import json
 import logging
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +17,7 @@ from trainkit_gka.cli import UserError
 from trainkit_gka.files import atomic
 
 NEEDED = ("onnx", "onnxscript", "onnxruntime")
-OPSET = 20
+OPSET = 20  # the first with a GELU; every current runtime reads it
 LARGEST_FILE = 1_900_000_000  # bytes of weights: protobuf ends at 2 GiB; beyond, they lie in PATH.data
 MODEL, INT8_MODEL = "model.onnx", "model-int8.onnx"
 FILES = (MODEL, f"{MODEL}.data", INT8_MODEL)  # of an exported folder
@@ -38,6 +36,20 @@ def require() -> None:
         raise UserError(reason)
 
 
+@contextmanager
+def _errors_only(*names: str | None) -> Iterator[None]:
+    """Keep these loggers (None: the root) from writing less than errors."""
+    loggers = [logging.getLogger(name) for name in names]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        for logger, level in zip(loggers, levels):
+            logger.setLevel(level)
+
+
 def write(
     model: nn.Module,
     inputs: tuple[Any, ...],
@@ -52,22 +64,14 @@ def write(
     JSON texts in the file's metadata.
     """
     require()
-    loggers = logging.getLogger("onnxscript"), logging.getLogger("torch.onnx")
-    levels = [logger.level for logger in loggers]
-    for logger in loggers:
-        logger.setLevel(logging.ERROR)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of the exporter, about its own code
-            program = torch.onnx.export(
-                model, inputs, dynamo=True, opset_version=OPSET, input_names=names[0], output_names=names[1],
-                dynamic_shapes=dynamic_shapes, verbose=False,
-            )  # fmt: skip
-    finally:
-        for logger, level in zip(loggers, levels):
-            logger.setLevel(level)
+    with _errors_only("onnxscript", "torch.onnx"), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the exporter's, about its code
+        program = torch.onnx.export(
+            model, inputs, dynamo=True, opset_version=OPSET, input_names=names[0], output_names=names[1],
+            dynamic_shapes=dynamic_shapes, verbose=False,
+        )  # fmt: skip
     program.model.metadata_props.update({key: json.dumps(value) for key, value in about.items()})
-    for node in program.model.graph:  # the source lines of each node: longer than the graph itself
+    for node in program.model.graph:  # their source lines, longer than the graph itself
         node.metadata_props.clear()
     path.parent.mkdir(parents=True, exist_ok=True)
     if sum(tensor.nbytes for tensor in model.state_dict().values()) > LARGEST_FILE:
@@ -88,17 +92,9 @@ def quantise(path: Path, out: Path) -> None:
 
     model = onnx.load(str(path))
     del model.graph.value_info[:]  # the exporter's shapes contradict those of the quantised graph
-    root = logging.getLogger()
-    level = root.level
-    root.setLevel(logging.ERROR)  # the quantiser advises a preparation that the exporter has made
-    try:
-        with atomic(out) as temporary:
-            options = {"DefaultTensorType": onnx.TensorProto.FLOAT}  # the output type of operators beyond the standard
-            quantize_dynamic(
-                model, str(temporary), per_channel=True, weight_type=QuantType.QInt8, extra_options=options
-            )
-    finally:
-        root.setLevel(level)
+    options = {"DefaultTensorType": onnx.TensorProto.FLOAT}  # the output type of operators beyond the standard
+    with _errors_only(None), atomic(out) as temporary:  # it warns about a preparation that the exporter has made
+        quantize_dynamic(model, str(temporary), per_channel=True, weight_type=QuantType.QInt8, extra_options=options)
 
 
 def session(path: Path, threads: int = 0):

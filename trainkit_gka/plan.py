@@ -34,11 +34,9 @@ def checkpoint_sizes(trainer: Trainer) -> dict[str, int]:
     """The bytes of a checkpoint on disk: of each file of tensors, and of its other files together. A collective."""
     contents = trainer.contents()
     if not contents.tensors.get("optimizer", True):  # torch's AdamW makes its state at the first step
-        step, parameters = torch.zeros(()), dict(trainer.model.named_parameters())
-        state = [("step", lambda _: step), ("exp_avg", lambda weight: weight), ("exp_avg_sq", lambda weight: weight)]
-        contents.tensors["optimizer"] = {
-            f"{key}/{name}": of(weight) for key, of in state for name, weight in parameters.items()
-        }
+        for name, weight in trainer.model.named_parameters():
+            state = {"step": torch.zeros(()), "exp_avg": weight, "exp_avg_sq": weight}
+            contents.tensors["optimizer"] |= {f"{key}/{name}": value for key, value in state.items()}
     about = {"train_config": trainer.config.identity(), "progress": trainer.state, **contents.about}
     other_files = sum(path.stat().st_size for path in contents.files.values())
     other_files += len(json.dumps(about, indent=1, default=str))
@@ -48,19 +46,23 @@ def checkpoint_sizes(trainer: Trainer) -> dict[str, int]:
 def plan(trainer: Trainer, sizes: dict[str, int]) -> dict[str, Any]:
     """The lines of the plan, by name. sizes: from `checkpoint_sizes`."""
     config, runtime, (unit, per_step, flops) = trainer.config, trainer.runtime, trainer.work()
-    steps, size = trainer.steps - trainer.state["step"], sum(sizes.values())
-    seen = f"{steps * per_step:,} {unit}, {per_step:,} a step"
+    steps = trainer.steps - trainer.state["step"]
+    rest = f" of {trainer.steps:,}, the rest of the run" if trainer.state["step"] else ""
+    parts = ", ".join(f"{name} {gigabytes(part)}" for name, part in sizes.items())
     return {
         "run": f"{config.folder}, on {runtime.world_size} x {runtime.device.type}",
-        "parameters": f"{sum(parameter.numel() for parameter in trainer.model.parameters()):,}",
-        f"{trainer.STEP}s": f"{steps:,}"
-        + (f" of {trainer.steps:,}, the rest of the run" if trainer.state["step"] else ""),
-        **({} if per_step == 1 else {unit: seen}),
+        "parameters": f"{parameters(trainer):,}",
+        f"{trainer.STEP}s": f"{steps:,}{rest}",
+        **({} if per_step == 1 else {unit: f"{steps * per_step:,} {unit}, {per_step:,} a step"}),
         "FLOPs": f"{steps * per_step * flops:.4g}" if flops else "not known",
-        "a checkpoint": f"{size:,} bytes: {', '.join(f'{name} {gigabytes(part)}' for name, part in sizes.items())}",
+        "a checkpoint": f"{sum(sizes.values()):,} bytes: {parts}",
         "disk": disk(trainer, sizes),
         "hours": hours(trainer, steps * per_step, unit, flops),
     }
+
+
+def parameters(trainer: Trainer) -> int:
+    return sum(parameter.numel() for parameter in trainer.model.parameters())
 
 
 def disk(trainer: Trainer, sizes: dict[str, int]) -> str:
@@ -84,30 +86,25 @@ def gigabytes(size: int) -> str:
 
 def hours(trainer: Trainer, amount: int, unit: str, flops: float | None) -> str:
     """The hours for `amount` tokens or images, and the source of that estimate."""
-    if measurement := next(measured(trainer, f"{unit}_per_second"), None):
-        speed, source = measurement
-        return f"{amount / speed / 3600:,.2f}, an estimate from {source}: {speed:,.5g} {unit}/s"
-    device, peak = describe_hardware(trainer.runtime.device), peak_flops(trainer.runtime.device)
-    if not peak or not flops:
-        missing = "the FLOPs of the model are" if peak else "the peak of this device is"
-        none = f"no run of this size on {trainer.runtime.world_size} x {device} is in {trainer.config.results}"
-        return f"not known: {none}, and {missing} not known either"
-    speed = UTILISATION * peak * trainer.runtime.world_size / flops
-    return (
-        f"{amount / speed / 3600:,.2f}, an estimate from FLOPs alone, at {UTILISATION:.0%} of the peak of "
-        f"{trainer.runtime.world_size} x {device}: {speed:,.5g} {unit}/s"
-    )
+    peak, devices = peak_flops(trainer.runtime.device), trainer.runtime.world_size
+    on = f"{devices} x {describe_hardware(trainer.runtime.device)}"
+    alone = f"FLOPs alone, at {UTILISATION:.0%} of the peak of"
+    estimates = [(UTILISATION * peak * devices / flops, alone)] if peak and flops else []
+    for speed, source in (*measured(trainer, f"{unit}_per_second"), *estimates):
+        return f"{amount / speed / 3600:,.2f}, an estimate from {source} {on}: {speed:,.5g} {unit}/s"
+    missing = "the FLOPs of the model are" if peak else "the peak of this device is"
+    return f"not known: no run of this size on {on} is in {trainer.config.results}, and {missing} not known either"
 
 
 def measured(trainer: Trainer, name: str) -> Iterator[tuple[float, str]]:
     """Speeds of this hardware and number of processes with their sources: this run, then finished runs of its size."""
-    config, ranks, hardware = trainer.config, trainer.runtime.world_size, describe_hardware(trainer.runtime.device)
+    config, here = trainer.config, (trainer.runtime.world_size, describe_hardware(trainer.runtime.device))
     *_, start = [{}, *read_events(config.folder / LOG, "start", "world_size", "hardware")]
     *_, last = [{}, *read_events(config.folder / LOG, "train", name)]
-    if start and (start["world_size"], start["hardware"]) == (ranks, hardware) and last.get(name):
-        yield last[name], f"this run so far, on {ranks} x {hardware}"
-    parameters = sum(parameter.numel() for parameter in trainer.model.parameters())
+    if start and (start["world_size"], start["hardware"]) == here and last.get(name):
+        yield last[name], "this run so far, on"
+    run = (trainer.KIND, parameters(trainer), *here)
     for row in reversed(read_results(config.results, "parameters", name)):
-        done, same = row["metrics"], (row.get("kind"), row.get("processes")) == (trainer.KIND, ranks)
-        if same and hardware_of(row) == hardware and done["parameters"] == parameters and done[name]:
-            yield done[name], f"the run of {row.get('date')} in {config.results}, on {ranks} x {hardware}"
+        numbers = row["metrics"]
+        if (row.get("kind"), numbers["parameters"], row.get("processes"), hardware_of(row)) == run and numbers[name]:
+            yield numbers[name], f"the run of {row.get('date')} in {config.results}, on"

@@ -5,8 +5,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-# Okabe and Ito's colours, which colour-blind people can tell apart, without their yellow, which is too pale on white.
-# They are for things that are compared, such as models; heads and layers have `shades`.
+# Okabe and Ito's colours, which colour-blind people can tell apart, for things that are compared, such as models;
+# without their yellow, which is too pale on white. Heads and layers have `shades`.
 BLACK, GREY, SKY, BLUE = "#000000", "#8c8c8c", "#56b4e9", "#0072b2"
 GREEN, ORANGE, VERMILION, PURPLE = "#009e73", "#e69f00", "#d55e00", "#cc79a7"
 
@@ -27,18 +27,12 @@ class Figure:
         return f"{self.title}. {self.caption.split('. ')[0].rstrip('.')}{columns}."
 
 
-def subplots(
-    rows: int = 1,
-    columns: int = 1,
-    figsize: tuple[float, float] | None = None,
-    squeeze: bool = True,
-    sharey: bool = False,
-):
+def subplots(rows: int = 1, columns: int = 1, figsize: tuple[float, float] | None = None, **options):
     """A figure of `figsize` inches and its axes, like pyplot's function of this name."""
     from matplotlib.figure import Figure  # pyplot would need a backend chosen and every figure closed
 
     figure = Figure(figsize=figsize)
-    return figure, figure.subplots(rows, columns, squeeze=squeeze, sharey=sharey)
+    return figure, figure.subplots(rows, columns, **options)
 
 
 def shades(count: int) -> list[str]:

@@ -16,13 +16,11 @@ def steps_of(text: str) -> range:
     """The steps of --profile, counted from 1: "10-15" is six steps, "10" one, "" none. Raises UserError."""
     if not text:
         return range(0)
-    match = re.fullmatch(r"(\d+)(?:-(\d+))?", text, re.ASCII)
-    if not match:
-        raise UserError(f"--profile takes the first and the last step, such as 10-15, got {text}")
-    first, last = int(match[1]), int(match[2] or match[1])
-    if not 1 <= first <= last:
-        raise UserError(f"--profile {text}: steps count from 1, and the last is not before the first")
-    return range(first, last + 1)
+    match = re.fullmatch(r"([1-9]\d*)(?:-(\d+))?", text, re.ASCII)
+    steps = range(int(match[1]), int(match[2] or match[1]) + 1) if match else None
+    if not steps:
+        raise UserError(f"--profile takes the first and the last step, counted from 1, such as 10-15, got {text}")
+    return steps
 
 
 class Profiler:
@@ -61,10 +59,9 @@ class Profiler:
     def close(self) -> None:
         """Write the trace and print its path, unless that is done already."""
         profile, self.profile = self.profile, None
-        if profile is None:
-            return
-        profile.stop()  # waits for the device
-        if self.recorded:
+        if profile is not None:
+            profile.stop()  # waits for the device
+        if profile is not None and self.recorded:
             first, last = self.recorded[0], self.recorded[-1]
             path = self.folder / f"profile_{first}-{last}.json"
             profile.export_chrome_trace(str(path))

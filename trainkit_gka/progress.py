@@ -1,5 +1,6 @@
 """Reports of a run, on rank 0: a progress bar, JSON lines on disk, and charts in Weights & Biases or TensorBoard."""
 
+import contextlib
 import json
 import math
 import os
@@ -9,84 +10,53 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from rich import progress
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    SpinnerColumn,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
 
 from trainkit_gka import extras
 from trainkit_gka.cli import UserError, reason_of
 from trainkit_gka.files import atomic
+from trainkit_gka.run_config import RunConfig
 
 LOG = "log.jsonl"  # in a run's folder
 console = Console(stderr=False, soft_wrap=True)
 
 
-def progress_bar(on: Console = console, **kwargs) -> Progress:
+def progress_bar(on: Console = console, **kwargs) -> progress.Progress:
     """A rich progress bar: description, count, elapsed and remaining time, and the field `status`.
 
     Invisible without a terminal, and on ranks other than 0.
     """
-    return Progress(
-        SpinnerColumn(),
-        TextColumn("{task.description}"),
-        BarColumn(bar_width=None),
-        MofNCompleteColumn(),
-        TextColumn("{task.fields[status]}"),
-        TimeElapsedColumn(),
-        TextColumn("left"),
-        TimeRemainingColumn(),
-        console=on,
-        disable=not on.is_terminal or os.environ.get("RANK", "0") != "0",
-        **kwargs,
-    )
+    parts = [progress.SpinnerColumn(), "{task.description}", progress.BarColumn(bar_width=None)]
+    parts += [progress.MofNCompleteColumn(), "{task.fields[status]}", progress.TimeElapsedColumn()]
+    hidden = not on.is_terminal or os.environ.get("RANK", "0") != "0"
+    return progress.Progress(*parts, "left", progress.TimeRemainingColumn(), console=on, disable=hidden, **kwargs)
 
 
 class RunLog:
     """`log(event, step, **values)` writes one JSON line, and optionally charts and a printed line.
 
-    path: the .jsonl file, appended to. resume_step: lines of later steps, which will run again, are deleted first, so
-    that the file reads as one run. wandb_mode: "disabled", "offline" (which needs no account) or "online".
-    tensorboard: whether the numbers also go to the folder tensorboard beside `path`. enabled: False on the other ranks,
-    whose log does nothing.
+    The lines are appended to the file LOG in the folder of `config`. resume_step: lines of later steps, which will run
+    again, are deleted first, so that the file reads as one run. enabled: False on the ranks but 0, whose log does
+    nothing. Raises UserError if --wandb or --tensorboard cannot be had.
     """
 
-    def __init__(
-        self,
-        path: Path,
-        *,
-        resume_step: int = 0,
-        wandb_mode: str = "disabled",
-        tensorboard: bool = False,
-        name: str = "run",
-        config: dict[str, Any] | None = None,
-        enabled: bool = True,
-    ):
-        self.enabled, self.wandb, self.tensorboard, self.path = enabled, None, None, path
+    def __init__(self, config: RunConfig, resume_step: int = 0, enabled: bool = True):
+        self.enabled, self.wandb, self.tensorboard, self.path = enabled, None, None, config.folder / LOG
         if not enabled:
             return
-        path.parent.mkdir(parents=True, exist_ok=True)
         # A checkpoint is written after its step's lines; at step 0 everything runs again.
-        lines = [line for line in read_events(path) if resume_step and line["step"] <= resume_step]
-        with atomic(path) as temporary:
+        lines = [line for line in read_events(self.path) if resume_step and line["step"] <= resume_step]
+        with atomic(self.path) as temporary:
             temporary.write_text("".join(json.dumps(line) + "\n" for line in lines))
-        self.file = open(path, "a", buffering=1)  # noqa: SIM115 (lives as long as the run)
-        if wandb_mode != "disabled":
-            self.wandb = _start_wandb(wandb_mode, name, config or {}, path.parent)
-        if tensorboard:
-            self.tensorboard = _start_tensorboard(path.parent / "tensorboard", resume_step)
+        self.file = open(self.path, "a", buffering=1)  # noqa: SIM115 (lives as long as the run)
+        if config.wandb != "disabled":
+            self.wandb = _start_wandb(config)
+        if config.tensorboard:
+            self.tensorboard = _start_tensorboard(config.folder / "tensorboard", resume_step)
 
     def log(self, event: str, step: int, show: str | None = None, chart: bool = True, **values) -> None:
-        """Record `values` at `step`, and print the line `show`.
-
-        chart: whether the charts, which hold one value of a name per step, get the values too.
-        """
+        """Record `values` at `step`, also in the charts if `chart`, and print the line `show`."""
         if not self.enabled:
             return
         record = {"event": event, "step": step, "time": round(time.time(), 3), **finite(values)}
@@ -103,7 +73,7 @@ class RunLog:
             console.print(show, highlight=False, markup=False)
 
     def records(self, event: str, *keys: str) -> list[dict[str, Any]]:
-        """All records of `event` that have all `keys`, including those of processes before a resume."""
+        """The records of `event` that have all `keys`, including those of processes before a resume."""
         return read_events(self.path, event, *keys)
 
     def has(self, event: str, step: int, *keys: str) -> bool:
@@ -115,9 +85,9 @@ class RunLog:
         if not self.enabled:
             return
         self.file.close()
-        if self.wandb is not None:
+        if self.wandb:
             self.wandb.finish()
-        if self.tensorboard is not None:
+        if self.tensorboard:
             self.tensorboard.close()
 
 
@@ -133,29 +103,21 @@ def finite(value: Any) -> Any:
 def _scalars(values: dict[str, Any]):
     """(name, number) pairs for a chart: nested dicts as outer/inner, lists as their mean, minimum and maximum."""
     for name, value in values.items():
+        if isinstance(value, list) and value and all(isinstance(item, (int, float)) for item in value):
+            value = {"mean": sum(value) / len(value), "min": min(value), "max": max(value)}
         if isinstance(value, dict):
             yield from ((f"{name}/{inner}", number) for inner, number in _scalars(value))
-        elif isinstance(value, list) and value and all(isinstance(item, (int, float)) for item in value):
-            yield f"{name}/mean", sum(value) / len(value)
-            yield f"{name}/min", min(value)
-            yield f"{name}/max", max(value)
         elif isinstance(value, (int, float)):
             yield name, value
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
     """The records of a JSON-lines file. Other lines, such as a last one cut short by a kill, are skipped."""
-    if not Path(path).exists():
-        return []
     records = []
-    for line in Path(path).read_text(errors="replace").splitlines():
-        try:
-            record = json.loads(line)
-        except json.JSONDecodeError:
-            continue
-        if isinstance(record, dict):
-            records.append(record)
-    return records
+    for line in Path(path).read_text(errors="replace").splitlines() if Path(path).exists() else []:
+        with contextlib.suppress(json.JSONDecodeError):
+            records.append(json.loads(line))
+    return [record for record in records if isinstance(record, dict)]
 
 
 def read_events(path: Path, event: str = "", *keys: str) -> list[dict[str, Any]]:
@@ -208,11 +170,12 @@ def _start_tensorboard(folder: Path, resume_step: int):
     return SummaryWriter(str(folder), purge_step=resume_step + 1 if resume_step else 0)
 
 
-def _start_wandb(mode: str, name: str, config: dict[str, Any], folder: Path):
-    """Start a wandb run without a prompt, or continue the one whose id is in the run's `folder`.
+def _start_wandb(config: RunConfig):
+    """Start a wandb run without a prompt, or continue the one whose id is in the run's folder.
 
     WANDB_RUN_ID, WANDB_PROJECT and WANDB_RESUME have precedence. Raises UserError for "online" without a key.
     """
+    mode, file, variables = config.wandb, config.folder / "wandb_id", os.environ
     if reason := extras.missing("wandb", "wandb"):
         raise UserError(f"--wandb {mode}: {reason}, or leave --wandb disabled")
     import wandb
@@ -223,12 +186,10 @@ def _start_wandb(mode: str, name: str, config: dict[str, Any], folder: Path):
                 "--wandb online needs the key of an account: set WANDB_API_KEY, or run wandb login once; "
                 "--wandb offline needs none"
             )
-        file = folder / "wandb_id"
-        run_id = os.environ.get("WANDB_RUN_ID") or (file.read_text().strip() if file.exists() else secrets.token_hex(4))
-        project, resume = os.environ.get("WANDB_PROJECT", "gka"), os.environ.get("WANDB_RESUME", "allow")
-        run = wandb.init(
-            project=project, name=name, mode=mode, config=config, dir=str(folder), id=run_id, resume=resume
-        )
+        run_id = variables.get("WANDB_RUN_ID") or (file.read_text().strip() if file.exists() else secrets.token_hex(4))
+        place = {"project": variables.get("WANDB_PROJECT", "gka"), "name": config.tag, "dir": str(config.folder)}
+        resume = variables.get("WANDB_RESUME", "allow")
+        run = wandb.init(**place, mode=mode, config=config.identity(), id=run_id, resume=resume)
         with atomic(file) as temporary:
             temporary.write_text(f"{run_id}\n")
         return run

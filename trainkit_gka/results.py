@@ -19,7 +19,7 @@ from trainkit_gka.command import command_line
 from trainkit_gka.progress import finite, read_lines
 
 PROJECT = Path(__file__).resolve().parents[1]
-CODE = ("py", "cpp", "h")  # endings of the files whose change marks the commit with +
+CODE = ("*.py", "*.cpp", "*.h")  # the files whose change marks the commit with +
 CPUINFO = Path("/proc/cpuinfo")
 
 
@@ -72,14 +72,13 @@ def git_commit() -> str:
     """
     if not (PROJECT / ".git").exists():  # installed: a repository around it is another project's
         return f"gka {importlib.metadata.version('gka')}, installed"
-    git = ["git", "-C", str(PROJECT)]
+    git, options = ["git", "-C", str(PROJECT)], {"text": True, "stderr": subprocess.DEVNULL}
     try:
-        commit = subprocess.run([*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True)
-        state = [*git, "status", "--porcelain", "--", *(f"*.{suffix}" for suffix in CODE)]
-        changed = subprocess.run(state, capture_output=True, text=True, check=True).stdout
+        commit = subprocess.check_output([*git, "rev-parse", "--short", "HEAD"], **options)
+        changed = subprocess.check_output([*git, "status", "--porcelain", "--", *CODE], **options)
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
-    return commit.stdout.strip() + ("+" if changed else "")
+    return commit.strip() + ("+" if changed else "")
 
 
 def date_of(seconds: float | None = None) -> str:
@@ -90,15 +89,13 @@ def date_of(seconds: float | None = None) -> str:
 def check_appendable(path: Path) -> None:
     """Raises OSError if `path` cannot be appended to; for a check before a long run."""
     Path(path).parent.mkdir(parents=True, exist_ok=True)
-    with open(path, "a"):
-        pass
+    open(path, "a").close()
 
 
 def read_results(path: Path, *keys: str) -> list[dict[str, Any]]:
     """The records that `append_result` wrote to `path` whose metrics have all `keys`; other lines are skipped."""
-    lines = read_lines(path)
-    lines = [line for line in lines if isinstance(line.get("config"), dict) and isinstance(line.get("metrics"), dict)]
-    return [line for line in lines if line["metrics"].keys() >= set(keys)]
+    lines = [line for line in read_lines(path) if isinstance(line.get("config"), dict)]
+    return [line for line in lines if isinstance(done := line.get("metrics"), dict) and done.keys() >= {*keys}]
 
 
 def append_result(
@@ -122,8 +119,7 @@ def append_result(
 
 def append_line(path: Path, record: dict[str, Any]) -> None:
     """Append a record to the JSON-lines file `path`. A line before it that was cut short is ended."""
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
     with open(path, "a+b") as file:
         if file.tell():
             file.seek(-1, os.SEEK_END)

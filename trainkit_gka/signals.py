@@ -37,12 +37,12 @@ def ending() -> list[signal.Signals]:
 
 
 @contextlib.contextmanager
-def handled(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
-    """Set `handler` for the signals that end a command within the block; in threads but the main one do nothing."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = {number: signal.signal(number, handler) for number in ending()}
+def handled(handler: Callable[[int, FrameType | None], None], numbers: Iterable[int] = ()) -> Iterator[None]:
+    """Set `handler` for signals, by default those that end a command, within the block; does nothing in threads but the
+    main one.
+    """
+    is_main = threading.current_thread() is threading.main_thread()
+    before = {number: signal.signal(number, handler) for number in numbers or ending()} if is_main else {}
     try:
         yield
     finally:

@@ -138,11 +138,7 @@ class Trainer(ABC):
         return [one for one in self.evaluations if (self.due(one.every) if started else one.at_start)]
 
     def save(
-        self,
-        folder: str = "checkpoints",
-        leave_out: tuple[str, ...] = (),
-        keep: int | None = None,
-        again: bool = False,
+        self, folder: str = "checkpoints", leave_out: tuple[str, ...] = (), keep: int | None = None, again: bool = False
     ) -> None:
         """Write a checkpoint into `folder` of the run, without the tensors in `leave_out`.
 

@@ -17,33 +17,33 @@ from multiprocessing import forkserver, resource_tracker
 from multiprocessing.context import BaseContext
 from pathlib import Path
 
+from trainkit_gka import signals
+
 BLOCKED_SIGNALS = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
+# Where Linux mounts control groups, and the file that lists those of this process.
 GROUPS, MEMBERSHIP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
+LIMITS = {  # the files of a control group that hold a limit, in its versions 2 and 1
+    "cpu": (["cpu.max"], ["cpu.cfs_quota_us", "cpu.cfs_period_us"]),
+    "memory": (["memory.max"], ["memory.limit_in_bytes"]),
+}
 # Without these variables, importing numpy and pyarrow starts threads.
 NO_THREADS = {"OPENBLAS_NUM_THREADS": "1", "JE_ARROW_MALLOC_CONF": "background_thread:false"}
 
 
 def cores(groups: Path = GROUPS, membership: Path = MEMBERSHIP) -> int:
-    """The number of cores that this process may use: those it may run on, or a container's quota, rounded up.
-
-    groups: where Linux mounts control groups. membership: the file that lists those of this process.
-    """
-    affinity = getattr(os, "sched_getaffinity", None)  # Linux has it
-    allowed = len(affinity(0)) if affinity else os.cpu_count() or 1
-    limits = _limits("cpu", ("cpu.max",), ("cpu.cfs_quota_us", "cpu.cfs_period_us"), groups, membership)
-    return max(1, min([allowed, *(math.ceil(quota / period) for quota, period in limits)]))
+    """The number of cores that this process may use: those it may run on, or a container's quota, rounded up."""
+    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    quotas = [math.ceil(quota / period) for quota, period in _limits("cpu", groups, membership)]
+    return max(1, min([allowed, *quotas]))
 
 
 def main_memory(groups: Path = GROUPS, membership: Path = MEMBERSHIP) -> int:
-    """Bytes of main memory that this process may use: the machine's, or a container's limit. Arguments as `cores`."""
+    """Bytes of main memory that this process may use: the machine's, or a container's limit."""
     machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    limits = _limits("memory", ("memory.max",), ("memory.limit_in_bytes",), groups, membership)
-    return min([machine, *(limit for [limit] in limits)])
+    return min([machine, *(limit for [limit] in _limits("memory", groups, membership))])
 
 
-def _limits(
-    controller: str, of_version_2: tuple[str, ...], of_version_1: tuple[str, ...], groups: Path, membership: Path
-) -> Iterator[list[int]]:
+def _limits(controller: str, groups: Path, membership: Path) -> Iterator[list[int]]:
     """The numbers in the files of each control group around this process that has a limit."""
     for line in membership.read_text().splitlines() if membership.exists() else []:
         _, controllers, place = line.split(":", 2)
@@ -51,7 +51,7 @@ def _limits(
             continue
         top = groups / controllers  # empty in version 2
         for folder in (top / place.lstrip("/"), *(top / place.lstrip("/")).parents):
-            for names in (of_version_2, of_version_1):
+            for names in LIMITS[controller]:
                 if all((folder / name).exists() for name in names):
                     words = " ".join((folder / name).read_text() for name in names).split()
                     if words[0] not in ("max", "-1"):
@@ -91,15 +91,11 @@ def interrupt_held_back() -> Iterator[None]:
 
     A worker whose start is interrupted is in no list of processes to end: it would go on running.
     """
-    if threading.current_thread() is not threading.main_thread():  # only the main thread may set handlers
-        yield
-        return
     held_back: list[int] = []
-    handler = signal.signal(signal.SIGINT, lambda number, _: held_back.append(number))
     try:
-        yield
+        with signals.handled(lambda number, _: held_back.append(number), [signal.SIGINT]):
+            yield
     finally:
-        signal.signal(signal.SIGINT, handler)
         if held_back:
             signal.raise_signal(signal.SIGINT)
 
