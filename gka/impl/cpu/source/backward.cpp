@@ -200,7 +200,7 @@ void write(Range range, const Plan& plan, int64_t slot_size, const Sums& mixed, 
     for (int64_t d = 0; d < head_dim; d += Vector::LANES) {
       Vector gradient = mixed.get(i * tokens.channels + d, plan.parts, slot_size);
       if (sums) gradient = negated_fma(Vector::all(float(sum)), Vector::load(tokens.row(i) + d), gradient);
-      store_channels(gradient, out.writable(i), d, head_dim);
+      store_channels(gradient, out.row(i), d, head_dim);
     }
   }
 }
@@ -235,11 +235,5 @@ void gka_backward_float32(const GkaRequest* request, float* scratch) {
     partial[index * plan.parts + part] = *Backward(q, plan, arena).dlog_sigma;
   };
   in_parallel(q, plan, scratch, slot_size, std::max(q.num_queries, q.num_keys), run, finish);
-  for (int64_t h = 0; h < q.num_heads; h++) {
-    double sum = 0.0;
-    for (int64_t task = 0; task < plan.tasks(); task++)
-      if (task / plan.parts % q.num_heads == h) sum += partial[task];
-    const bool clamped = std::abs(q.log_sigma[h]) > q.bound;
-    q.dlog_sigma[h] = clamped ? 0.0f : float(-2.0 * LN_2 * sum);
-  }
+  add_up_dlog_sigma(q, -2.0 * LN_2, partial, plan.parts);
 }

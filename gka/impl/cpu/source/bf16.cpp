@@ -2,16 +2,11 @@
 #include "request.h"
 
 #if defined(__AVX512F__) && defined(__x86_64__)
-#include "bf16_tiles.h"
+#include "bf16_head.h"
 
 #include <cpuid.h>
 #include <sys/syscall.h>
 #include <unistd.h>
-
-namespace gka {
-int64_t forward_scratch_bfloat16(const GkaRequest&);
-int64_t backward_scratch_bfloat16(const GkaRequest&);
-}  // namespace gka
 
 int32_t gka_ready_bfloat16(int32_t tiles) {
   constexpr long REQUEST_PERMISSION = 0x1023, TILE_DATA = 18;  // arch_prctl: the operating system saves tiles on demand

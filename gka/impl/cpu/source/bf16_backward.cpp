@@ -25,28 +25,15 @@ constexpr int ROWS = 2;  // that are computed side by side
 
 enum Roles { QUERY, KEY, BOTH };  // of the rows of a block; BOTH: own keys alone
 
-struct Backward {
-  Reach reach;
-  HalfTokens x, key, value, grad;
-  bool own_keys;
-  float *query_term, *key_term;  // what is subtracted from x_i.k_j: norms; of queries of foreign keys the level
-  float* even;                   // log2 of how many foreign keys a query sees
+struct Backward : HalfHead {
+  HalfTokens grad;
+  float* even;  // log2 of how many foreign keys a query sees
   float *delta, *products, *gradient, *dvalues;
   Half *k, *m;
-  float inverse = 0.0f;
   double moment = 0.0;  // sum of M times exponents; for foreign keys of M times log2(W / (1 / seen keys))
 
-  Backward(const GkaRequest& q, const Plan&, Arena& arena)
-      : reach(q), x(q.num_queries, q.head_dim), key(q.num_keys, q.head_dim), value(key), grad(x),
-        own_keys(q.own_keys) {
-    x.take(arena, true);
-    if (own_keys) key = x;
-    else key.take(arena, true);
-    if (q.own_values) value = key;
-    else value.take(arena, false);
+  Backward(const GkaRequest& q, const Plan&, Arena& arena) : HalfHead(q, arena, true, true, false), grad(x) {
     grad.take(arena, true);
-    key_term = arena.take(key.padded);
-    query_term = own_keys ? key_term : arena.take(x.padded);
     even = arena.take(x.padded);
     delta = arena.take(x.padded);
     products = arena.take(3 * PRODUCTS);
@@ -57,19 +44,14 @@ struct Backward {
   }
 
   void fill(const GkaRequest& q, int64_t index) {
-    inverse = float(inverse_variance(q, index));
-    x.copy(HalfSource(q.x, q, index));
-    x.reorder(true);
-    if (!own_keys) key.copy(HalfSource(q.keys, q, index)), key.reorder(true);
-    if (!q.own_values) value.copy(HalfSource(q.values, q, index)), value.reorder(false);
-    key.half_norms(float(inverse * LOG2_E), key_term);
+    HalfHead::fill(q, index);
     const float* level = static_cast<const float*>(q.row_state) + index * q.num_queries;
     std::fill(even, even + x.padded, 0.0f);
     if (!own_keys) {
       std::copy(level, level + x.count, query_term);
       std::fill(query_term + x.count, query_term + x.padded, FAR);
       for (int64_t i = 0; i < x.count; i++) {
-        const Range seen = seen_from(reach, i).within({0, key.count});
+        const Range seen = reach.seen(i).within({0, key.count});
         even[i] = std::log2(float(std::max<int64_t>(seen.end - seen.begin, 1)));
       }
     }
@@ -152,7 +134,7 @@ struct Backward {
         GKA_UNROLL for (int v = 0; v < 2 * ROWS; v++) {
           const int64_t token = row + i + v / 2, column = c + v % 2 * UNIT;
           const __mmask16 diagonal = ROLES == BOTH ? lanes({token, token + 1}, column) : 0;
-          const __mmask16 query = ROLES == KEY ? 0 : lanes(seen_from(reach, token), column) & ~diagonal;
+          const __mmask16 query = ROLES == KEY ? 0 : lanes(reach.seen(token), column) & ~diagonal;
           const __mmask16 key = ROLES == QUERY ? 0 : lanes(reach.seen_by(token), column) & ~diagonal;
           if (SEPARATE) {
             const __m512 of_key = _mm512_load_ps(products + 2 * PRODUCTS + v * UNIT);
@@ -190,8 +172,7 @@ struct Backward {
   void gather_stripe(Roles roles, int64_t row) {
     bool values_begun = dvalues == gradient;
     Range seen{0, 0}, seeing{0, 0};
-    if (roles != KEY)
-      seen = stripes({seen_from(reach, row).begin, seen_from(reach, row + STRIPE - 1).end}, key.padded);
+    if (roles != KEY) seen = seen_by_stripe(row);
     if (roles != QUERY)
       seeing = stripes({reach.seen_by(row).begin, reach.seen_by(row + STRIPE - 1).end}, x.padded);
     const Range both{std::min(seen.begin, seeing.begin), std::max(seen.end, seeing.end)};
@@ -244,12 +225,10 @@ int64_t stripes_of(const GkaRequest& q) {
 
 }  // namespace
 
-namespace gka {
-int64_t backward_scratch_bfloat16(const GkaRequest& q) {
+int64_t gka::backward_scratch_bfloat16(const GkaRequest& q) {
   const Plan plan(q);
   return plan.slots * slot_size_of<Backward>(q, plan) + round_up(2 * plan.heads * stripes_of(q), 16);
 }
-}  // namespace gka
 
 void gka_backward_bfloat16(const GkaRequest* request, float* scratch) {
   const GkaRequest& q = *request;
@@ -273,13 +252,7 @@ void gka_backward_bfloat16(const GkaRequest* request, float* scratch) {
     }
   };
   in_parallel(q, plan, scratch, slot_size, 0, run, [](auto&&...) {});
-  for (int64_t h = 0; h < q.num_heads; h++) {
-    double sum = 0.0;
-    for (int64_t i = 0; i < plan.heads * stripes; i++)
-      if (i / stripes % q.num_heads == h) sum += moments[i];
-    const bool clamped = std::abs(q.log_sigma[h]) > q.bound;
-    q.dlog_sigma[h] = clamped ? 0.0f : float(-(q.own_keys ? 1 : 2) * LN_2 * sum);  // own pairs were met twice
-  }
+  add_up_dlog_sigma(q, -(q.own_keys ? 1 : 2) * LN_2, moments, stripes);  // own pairs were met twice
 }
 
 BF16_END

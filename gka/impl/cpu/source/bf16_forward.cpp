@@ -16,43 +16,23 @@ using namespace gka;
 constexpr int ROWS = 4;            // that are computed side by side
 constexpr float LEAST = 0x1p-64f;  // row sum: floats end at 2^-126, so weights down to 2^-62 of it count
 
-struct Forward {
-  Reach reach;
-  HalfTokens x, key, value;
-  bool own_keys;
-  float *query_term, *key_term;  // subtracted from x_i.k_j: norms, or for a query its largest score
+struct Forward : HalfHead {
   float *products, *mixed;
   Half* k;
-  float inverse = 0.0f, largest = 0.0f;
+  float largest = 0.0f;
 
-  Forward(const GkaRequest& q, const Plan&, Arena& arena)
-      : reach(q), x(q.num_queries, q.head_dim), key(q.num_keys, q.head_dim), value(key), own_keys(q.own_keys) {
-    key.take(arena, q.own_values);
-    if (own_keys) x = key;
-    else x.take(arena, false);
-    if (q.own_values) value = key;
-    else value.take(arena, true);
-    key_term = arena.take(key.padded);
-    query_term = own_keys ? key_term : arena.take(x.padded);
+  Forward(const GkaRequest& q, const Plan&, Arena& arena) : HalfHead(q, arena, false, q.own_values, true) {
     products = arena.take(PRODUCTS);
     mixed = arena.take(STRIPE * x.outputs * UNIT);
     k = HalfTokens::halves(arena, STRIPE * CHUNK);
   }
 
   void fill(const GkaRequest& q, int64_t index) {
-    inverse = float(inverse_variance(q, index));
-    key.copy(HalfSource(q.keys, q, index));
-    key.reorder(true);
-    if (!own_keys) x.copy(HalfSource(q.x, q, index)), x.reorder(false);
-    if (!q.own_values) value.copy(HalfSource(q.values, q, index)), value.reorder(true);
-    float norm = key.half_norms(float(inverse * LOG2_E), key_term);
+    float norm = HalfHead::fill(q, index);
     if (!own_keys) norm = x.half_norms(float(inverse * LOG2_E), query_term);
     largest = 2.0f * norm * LN_2;
   }
 
-  Range seen_by_stripe(int64_t row) const {
-    return stripes({seen_from(reach, row).begin, seen_from(reach, row + STRIPE - 1).end}, key.padded);
-  }
   bool hides(int64_t row, int64_t c) const { return reach.hides({c, c + STRIPE}, {row, row + STRIPE}); }
 
   int64_t rows_of(int64_t row) const { return rows_of_stripe(x.count - row); }
@@ -68,7 +48,7 @@ struct Forward {
         __m512 &low = weights.v[2 * r], &high = weights.v[2 * r + 1];
         if (EDGE) {
           const int64_t query = row + i + r;
-          const uint32_t seen = lanes(seen_from(reach, query), c);
+          const uint32_t seen = lanes(reach.seen(query), c);
           const uint32_t diagonal = own_keys ? lanes({query, query + 1}, c) : 0;
           low = _mm512_mask_mov_ps(_mm512_maskz_mov_ps(seen, low), diagonal, one);
           high = _mm512_mask_mov_ps(_mm512_maskz_mov_ps(seen >> UNIT, high), diagonal >> UNIT, one);
@@ -112,7 +92,7 @@ struct Forward {
     for (int64_t c = keys.begin; c < keys.end; c += STRIPE) {
       multiply({x.left(row), key.right(c)}, {}, x.steps, rows_of(row), products);
       for (int64_t i = 0; i < rows_of(row); i++) {
-        const uint32_t seen = lanes(seen_from(reach, row + i), c);
+        const uint32_t seen = lanes(reach.seen(row + i), c);
         for (int64_t u = 0; u < STRIPE; u += UNIT) {
           const __m512 product = _mm512_load_ps(products + i * STRIPE + u);
           const __m512 score = _mm512_fmsub_ps(product, scale, _mm512_load_ps(key_term + c + u));
@@ -153,12 +133,10 @@ struct Forward {
 
 }  // namespace
 
-namespace gka {
-int64_t forward_scratch_bfloat16(const GkaRequest& q) {
+int64_t gka::forward_scratch_bfloat16(const GkaRequest& q) {
   const Plan plan(q);
   return plan.slots * slot_size_of<Forward>(q, plan);
 }
-}  // namespace gka
 
 float gka_forward_bfloat16(const GkaRequest* request, float* scratch) {
   const GkaRequest& q = *request;

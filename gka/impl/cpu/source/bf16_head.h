@@ -13,14 +13,7 @@ constexpr int64_t CHUNK = 8 * STRIPE;     // keys whose K stays in the L1 cache 
 constexpr float FAR = 1e37f;              // the norm term of padding: K is 0 there
 constexpr Half ONE = 0x3f80;
 
-// A head of one of the request's tensors.
-struct HalfSource {
-  Half* data;
-  int64_t token;
-  HalfSource(const GkaTensor& t, const GkaRequest& q, int64_t head)
-      : data(static_cast<Half*>(t.data) + head / q.num_heads * t.batch + head % q.num_heads * t.head), token(t.token) {}
-  GKA_INLINE Half* row(int64_t i) const { return data + i * token; }
-};
+using HalfSource = RowsOf<Half>;
 
 // Tokens in three orders: as left operand (rows), as right operand of K's products (columns), and as right operand of
 // the mixing by K (mixed). There a channel of ones behind the others makes the mixing add up the weights, after they
@@ -102,11 +95,6 @@ struct HalfTokens {
   }
 };
 
-// The keys that a query sees.
-GKA_INLINE Range seen_from(const Reach& reach, int64_t query) {
-  return {query + reach.shift - reach.before, query + reach.shift + reach.after + 1};
-}
-
 // Stripes that cover a range, of tokens that exist.
 GKA_INLINE Range stripes(Range r, int64_t padded) {
   return Range{r.begin & -STRIPE, round_up(r.end, STRIPE)}.within({0, padded});
@@ -118,6 +106,44 @@ GKA_INLINE uint32_t lanes(Range r, int64_t c) {
   const int64_t last = std::min(std::max(r.end - c, first), STRIPE);
   return static_cast<uint32_t>((1ull << last) - (1ull << first));
 }
+
+// The part of a head that forward and backward share.
+struct HalfHead {
+  Reach reach;
+  HalfTokens x, key, value;
+  bool own_keys;
+  float *query_term, *key_term;  // what is subtracted from x_i.k_j: norms, or for queries of other keys their level
+  float inverse = 0.0f;          // 1 / sigma^2
+
+  HalfHead(const GkaRequest& q, Arena& arena, bool mixes_queries, bool mixes_keys, bool mixes_values)
+      : reach(q), x(q.num_queries, q.head_dim), key(q.num_keys, q.head_dim), value(key), own_keys(q.own_keys) {
+    key.take(arena, mixes_keys);
+    if (own_keys) x = key;
+    else x.take(arena, mixes_queries);
+    if (q.own_values) value = key;
+    else value.take(arena, mixes_values);
+    key_term = arena.take(key.padded);
+    query_term = own_keys ? key_term : arena.take(x.padded);
+  }
+
+  // The tokens and the norms of the keys. Returns the largest of these.
+  float fill(const GkaRequest& q, int64_t index) {
+    inverse = float(inverse_variance(q, index));
+    key.copy(HalfSource(q.keys, q, index));
+    key.reorder(true);
+    if (!own_keys) x.copy(HalfSource(q.x, q, index)), x.reorder(true);
+    if (!q.own_values) value.copy(HalfSource(q.values, q, index)), value.reorder(true);
+    return key.half_norms(float(inverse * LOG2_E), key_term);
+  }
+
+  // The stripes of keys that a stripe of queries sees.
+  Range seen_by_stripe(int64_t row) const {
+    return stripes({reach.seen(row).begin, reach.seen(row + STRIPE - 1).end}, key.padded);
+  }
+};
+
+int64_t forward_scratch_bfloat16(const GkaRequest& q);
+int64_t backward_scratch_bfloat16(const GkaRequest& q);
 
 // log2 K of some rows and 32 columns, two vectors a row, from their norm terms; 0 at most, and NaN stays.
 template <int N>

@@ -19,10 +19,7 @@ struct FewHead {
   FewHead(const GkaRequest& q, int64_t index, double* scratch)
       : q(q), x(q.x, q, index), keys(q.keys, q, index), values(q.values, q, index), reach(q),
         inverse(inverse_variance(q, index)), index(index), scratch(scratch) {}
-  Range seen(int64_t query) const {
-    const int64_t at = query + reach.shift;
-    return Range{at - reach.before, at + reach.after + 1}.within({0, q.num_keys});
-  }
+  Range seen(int64_t query) const { return reach.seen(query).within({0, q.num_keys}); }
   GkaRow& state(int64_t query) const { return static_cast<GkaRow*>(q.row_state)[index * q.num_queries + query]; }
   // Backward: W and M of the keys that a query sees.
   double* weights(int64_t query) const { return scratch + (index * q.num_queries + query) * 2 * FEW; }
@@ -63,7 +60,7 @@ void forward(const FewHead& head, int64_t query) {
   }
   const double total = row.sum + (q.own_keys ? double(q.eps) : 0.0);
   for (int64_t d = 0; d < q.head_dim; d++) mixed[d] /= total;
-  write(mixed, Source(q.y, q, head.index).writable(query), q.head_dim);
+  write(mixed, Source(q.y, q, head.index).row(query), q.head_dim);
   head.state(query) = {q.own_keys ? total : row.top * LOG2_E, 0.0};  // nothing cancels here, nothing is centred
 }
 
@@ -108,10 +105,10 @@ void differentiate(const FewHead& head, int64_t token) {
     move(to_key, head.pulls(i)[j], head.keys.row(token), head.x.row(i));
     for (int64_t d = 0; d < q.head_dim; d++) to_value[d] += weight * double(gradient[d]);
   }
-  if (token < q.num_queries) write(of_query, Source(q.dx, q, head.index).writable(token), q.head_dim);
+  if (token < q.num_queries) write(of_query, Source(q.dx, q, head.index).row(token), q.head_dim);
   if (token >= q.num_keys) return;
-  if (!q.own_keys) write(of_key, Source(q.dkeys, q, head.index).writable(token), q.head_dim);
-  if (!q.own_values) write(of_value, Source(q.dvalues, q, head.index).writable(token), q.head_dim);
+  if (!q.own_keys) write(of_key, Source(q.dkeys, q, head.index).row(token), q.head_dim);
+  if (!q.own_values) write(of_value, Source(q.dvalues, q, head.index).row(token), q.head_dim);
 }
 
 // Call work(head, token, task) for all tokens of all heads, a task of several at a time.
@@ -150,11 +147,5 @@ void gka::backward_of_few(const GkaRequest& q, float* scratch) {
   each_token(q, std::max(q.num_queries, q.num_keys), weights, [](const FewHead& head, int64_t token, int64_t) {
     differentiate(head, token);
   });
-  const int64_t pieces = (q.num_queries + PIECE - 1) / PIECE;
-  for (int64_t h = 0; h < q.num_heads; h++) {
-    double sum = 0.0;
-    for (int64_t task = 0; task < tasks_of(q); task++)
-      if (task / pieces % q.num_heads == h) sum += moments[task];
-    q.dlog_sigma[h] = std::abs(q.log_sigma[h]) > q.bound ? 0.0f : float(-2.0 * sum);
-  }
+  add_up_dlog_sigma(q, -2.0, moments, (q.num_queries + PIECE - 1) / PIECE);
 }

@@ -165,7 +165,7 @@ float finish(const GkaRequest& q, const Plan& plan, int64_t index, Range queries
     const Factor share(1.0 / exact);
     const Vector less = Vector::all(q.own_keys ? q.eps / float(exact) : 0.0f);  // of the mean
     const bool shifted = head.mean && q.own_values;
-    float* y = to.writable(i);
+    float* y = to.row(i);
     for (int64_t d = 0; d < q.head_dim; d += Vector::LANES) {
       Vector mean = share.times(head.y.get(i * head.query.channels + d, plan.parts, slot_size));
       if (shifted) {

@@ -57,6 +57,7 @@ struct Reach {
     Range seen{unit_of(unit - shift - after), unit_of(unit + 15 - shift + before) + UNIT};
     return symmetric ? Range{std::max(seen.begin, unit), seen.end} : seen;
   }
+  GKA_INLINE Range seen(int64_t query) const { return {query + shift - before, query + shift + after + 1}; }
   // The queries that see one key.
   GKA_INLINE Range seen_by(int64_t key) const { return {key - shift - after, key - shift + before + 1}; }
   GKA_INLINE bool hides(Range keys, Range queries) const {
@@ -155,15 +156,15 @@ struct Tokens {
 };
 
 // A head of one of the request's tensors.
-struct Source {
-  const float* data;
+template <typename T>
+struct RowsOf {
+  T* data;
   int64_t token;
-  Source(const GkaTensor& t, const GkaRequest& q, int64_t head)
-      : data(static_cast<const float*>(t.data) + head / q.num_heads * t.batch + head % q.num_heads * t.head),
-        token(t.token) {}
-  GKA_INLINE const float* row(int64_t i) const { return data + i * token; }
-  GKA_INLINE float* writable(int64_t i) const { return const_cast<float*>(row(i)); }
+  RowsOf(const GkaTensor& t, const GkaRequest& q, int64_t head)
+      : data(static_cast<T*>(t.data) + head / q.num_heads * t.batch + head % q.num_heads * t.head), token(t.token) {}
+  GKA_INLINE T* row(int64_t i) const { return data + i * token; }
 };
+using Source = RowsOf<float>;
 
 // Prefetch a row that is needed soon. The rows of a head lie apart, so the hardware does not prefetch them.
 constexpr int64_t AHEAD = 16;  // rows
@@ -213,6 +214,16 @@ inline double inverse_variance(const GkaRequest& q, int64_t head) {
   float s = q.log_sigma[head % q.num_heads];
   s = s > q.bound ? q.bound : s < -q.bound ? -q.bound : s;
   return std::exp(-2.0 * double(s));
+}
+
+// dlog_sigma from its partial sums, so many for each head of the batch.
+inline void add_up_dlog_sigma(const GkaRequest& q, double factor, const double* sums, int64_t per_head) {
+  for (int64_t h = 0; h < q.num_heads; h++) {
+    double sum = 0.0;
+    for (int64_t i = 0; i < q.batch * q.num_heads * per_head; i++)
+      if (i / per_head % q.num_heads == h) sum += sums[i];
+    q.dlog_sigma[h] = std::abs(q.log_sigma[h]) > q.bound ? 0.0f : float(factor * sum);
+  }
 }
 
 // The part of a head that forward and backward share.
