@@ -4,7 +4,6 @@ Layout everywhere: (B, T, H, D). Legend: B sequences, Tq new tokens, Tk tokens o
 """
 
 from collections.abc import Sequence
-from itertools import groupby
 
 import torch
 import torch.nn.functional as F
@@ -13,6 +12,7 @@ from gka.api import gaussian_attention
 from gka.autocast import autocasts
 from gka.dispatch import IMPLEMENTATIONS, check_impl, find
 from gka.options import Options, gaussian_request
+from gka.padding_and_masks import rows_of_equal_length
 from gka.request import Tables
 from gka.validation import check_features
 
@@ -84,9 +84,9 @@ def _by_operations(
     impl: str,
 ) -> torch.Tensor:
     """`decode_attention` by torch's operations, and `gaussian_attention` for sequences of equal length."""
-    parts = []
-    delays = options.key_delays or (), options.value_delays or ()
-    for rows, length in _rows_of_equal_length(options.cache_lengths, values.shape[1]):
+    parts, delays = [], (options.key_delays or (), options.value_delays or ())
+    lengths = options.cache_lengths
+    for rows, length in rows_of_equal_length(lengths) if lengths else [(slice(None), values.shape[1])]:
         first = 0  # the first token that is read
         if options.window is not None:
             first = max(0, length - x.shape[1] - options.window - max((0, *delays[0], *delays[1])))
@@ -99,18 +99,6 @@ def _by_operations(
         )  # fmt: skip
         parts.append(y)
     return parts[0] if len(parts) == 1 else torch.cat(parts)
-
-
-def _rows_of_equal_length(lengths: Sequence[int] | None, num_keys: int) -> list[tuple[slice, int]]:
-    """(Neighbours of equal length, that length); without lengths all rows, with no rows one empty part."""
-    if not lengths:
-        return [(slice(None), num_keys)]
-    groups, first = [], 0
-    for length, members in groupby(lengths):
-        rows = slice(first, first + len(list(members)))
-        groups.append((rows, length))
-        first = rows.stop
-    return groups
 
 
 def _keys_and_values(keys: torch.Tensor | None, values: torch.Tensor, options: Options, first: int) -> Pair:

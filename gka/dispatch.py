@@ -11,29 +11,21 @@ from gka.padding_and_masks import can_pack, in_place, must_pack, pack, weights_i
 from gka.request import TURNED_OFF, GaussianRequest, Request, Serves, SoftmaxRequest
 
 LOG = logging.getLogger("gka")
+UNAVAILABLE = 'impl="{}" is unavailable: {}; use impl="auto"'
 
 
-class Module(Protocol):
-    """A module or package of gka/impl."""
+class Implementation(Protocol):
+    """A module or package of gka/impl. One of the softmax baseline has `dot_product(request)` too: softmax(scale * q.k)
+    v for a `SoftmaxRequest`, (B, Tq, H, D).
+    """
 
     SERVES: Serves
 
     def unavailable(self, request: Any) -> str | None:
         """Why it cannot serve a request that it declares to serve, such as for want of a device; None if it can."""
 
-
-class Implementation(Module, Protocol):
-    """One of Gaussian kernel attention."""
-
     def gaussian(self, request: GaussianRequest) -> torch.Tensor:
         """y, (B, Tq, H, D) in the dtype of x."""
-
-
-class Baseline(Module, Protocol):
-    """One of the softmax baseline."""
-
-    def dot_product(self, request: SoftmaxRequest) -> torch.Tensor:
-        """softmax(scale * q.k) v, (B, Tq, H, D)."""
 
 
 IMPLEMENTATIONS: dict[str, Implementation] = {
@@ -43,7 +35,7 @@ IMPLEMENTATIONS: dict[str, Implementation] = {
     "flex": flex,
     "sdpa": sdpa,
 }
-BASELINES: dict[str, Baseline] = {"flex": flex, "sdpa": sdpa}
+BASELINES = {"flex": flex, "sdpa": sdpa}
 
 _logged: set[str] = set()
 
@@ -75,7 +67,7 @@ def choose(request: GaussianRequest, impl: str) -> str:
     check_impl(impl)
     name, refused = find(request, impl)
     if name is None:
-        raise _unavailable(impl, refused)
+        raise ValueError(UNAVAILABLE.format(impl, refused))
     if refused and not refused.startswith(TURNED_OFF):
         _log_once(f'gka: impl="auto" takes {name}: {refused.splitlines()[0]}')
     return name
@@ -88,7 +80,7 @@ def choose_baseline(request: SoftmaxRequest, impl: str) -> str:
     preferred = ("flex", "sdpa") if request.x.is_cuda and request.mask.window is not None else ("sdpa",)
     name, refused = _first(request, preferred if impl == "auto" else (impl,))
     if name is None:
-        raise _unavailable(impl, refused)
+        raise ValueError(UNAVAILABLE.format(impl, refused))
     return "sdpa" if request.x.shape[0] == 0 else name
 
 
@@ -98,12 +90,9 @@ def find(request: GaussianRequest, impl: str) -> tuple[str | None, str]:
     A batch of 0 has nothing to compute, and no kernel to launch: the reference stands in.
     """
     is_empty = request.x.shape[0] == 0
-    if impl != "auto":
-        names: tuple[str, ...] = (impl,)
-    else:
-        names = ("reference",) if is_empty else _preferred(request)
-    name, refused = _first(request, names)
-    return _first(request, ("reference",)) if is_empty and name is not None else (name, refused)
+    preferred = ("reference",) if is_empty else _preferred(request)
+    name, refused = _first(request, preferred if impl == "auto" else (impl,))
+    return ("reference", "") if is_empty and name is not None else (name, refused)
 
 
 def _preferred(request: GaussianRequest) -> tuple[str, ...]:
@@ -127,8 +116,8 @@ def _first(request: Request, names: tuple[str, ...]) -> tuple[str | None, str]:
 
 def why_not(name: str, request: Any) -> str | None:
     """Why an implementation cannot serve a request, or None: by what it declares, then by its `unavailable`."""
-    implementation: Module = IMPLEMENTATIONS[name] if name in IMPLEMENTATIONS else BASELINES[name]
-    serves, head_dim = implementation.SERVES, request.head_dim
+    implementation, head_dim = IMPLEMENTATIONS[name], request.head_dim
+    serves = implementation.SERVES
     unread = [option for option in request.requested if option not in serves.options]
     if unread == ["key_padding_mask"] and "lengths" in serves.options and can_pack(request):
         unread = []  # `run` packs the tokens
@@ -147,11 +136,6 @@ def check_impl(impl: str) -> None:
     """impl is "auto" or a name in IMPLEMENTATIONS; ValueError otherwise."""
     if impl != "auto" and impl not in IMPLEMENTATIONS:
         raise ValueError(f"impl must be one of auto, {', '.join(IMPLEMENTATIONS)}, got {impl!r}")
-
-
-def _unavailable(impl: str, obstacle: str) -> ValueError:
-    """The error for an implementation that was named."""
-    return ValueError(f'impl="{impl}" is unavailable: {obstacle}; use impl="auto"')
 
 
 def _log_once(line: str) -> None:

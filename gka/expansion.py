@@ -69,9 +69,8 @@ def _mean(keys: torch.Tensor, hidden: torch.Tensor | None) -> torch.Tensor:
 
 
 def warn_if_lost(largest: float, dtype: torch.dtype, stacklevel: int = 5) -> None:
-    """Warn where rounding in `dtype` is most of what is left of exponents of size `largest`, a |x|^2 / sigma^2.
-
-    Once per line that calls the operator (Python's rule for equal warnings); `stacklevel` reaches it.
+    """Warn where rounding in `dtype` is most of what is left of exponents of size `largest`, a |x|^2 / sigma^2; once
+    per line that calls the operator (Python's rule for equal warnings), which `stacklevel` reaches.
     """
     if torch.finfo(dtype).eps * (1 + largest) > COARSEST:
         warnings.warn(LOST, UserWarning, stacklevel=stacklevel)

@@ -51,9 +51,7 @@ class _SquaredDistances(Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """2 sum_j g_ij (a_i - b_j) and 2 sum_i g_ij (b_j - a_i); made of torch's operations, so it can be
-        differentiated again.
-        """
+        """2 sum_j g_ij (a_i - b_j) and 2 sum_i g_ij (b_j - a_i), of torch's operations, which have derivatives."""
         a, b = ctx.saved_tensors
         grad = 2 * grad
         rows, columns = grad.new_empty(a.shape), grad.new_empty(b.shape)

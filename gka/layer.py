@@ -14,6 +14,7 @@ from gka.api import gaussian_attention, gaussian_weights, select_impl
 from gka.autocast import autocasts
 from gka.bandwidth import at_least_float32, initial_log_sigma
 from gka.dispatch import check_impl
+from gka.options import Options
 from gka.padding_and_masks import in_order, in_place, mask_in_order, tokens_first, weights_in_place
 
 # torch.fx records each call as one node, as its tensors have no shapes and dtypes to look at.
@@ -111,56 +112,32 @@ class GaussianKernelAttention(nn.Module):
         W_O's bias comes out. is_causal: for this call, as timm's blocks say it. need_weights: return W too, (B, H, T,
         Tk), which is built in O(T * Tk) memory; with head offsets column j is what is read of slot j (`gka.offsets`).
         """
-        causal = self.causal or is_causal
-        if self.pairing is None or key_padding_mask is None:
-            hidden = dict(key_padding_mask=key_padding_mask, attn_mask=attn_mask)
-            y, weights = self._mix(x, context, causal, need_weights, hidden)
-        else:
-            y, weights = self._mix_packed(x, context, causal, need_weights, key_padding_mask, attn_mask)
-        y = self.proj(y.flatten(-2))
-        return y if weights is None else (y, weights)
-
-    def _mix(
-        self,
-        x: torch.Tensor,
-        context: torch.Tensor | None,
-        causal: bool,
-        need_weights: bool,
-        hidden: dict[str, torch.Tensor | None],
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """(y of every head, (B, T, H, D); W if it is needed). hidden: padding and attn_mask of the operator."""
+        causal, own_keys = self.causal or is_causal, context is None
+        mask: dict[str, Any] = dict(key_padding_mask=key_padding_mask, attn_mask=attn_mask)
+        padding = None if self.pairing is None else key_padding_mask
+        if padding is not None:  # the tokens come first, so that each follows the one before it
+            if not own_keys and (causal or self.window is not None):
+                raise ValueError("head_offsets with a padded context need a layer that is not causal and has no window")
+            tokens, order, attn_mask = packed(x, context, padding, attn_mask, self.dim, self.num_heads)
+            x, context = (tokens, None) if own_keys else (x, tokens)
+            lengths = None if own_keys and causal else (~padding).sum(1)  # under a causal mask no token sees padding
+            mask = dict(lengths=lengths, attn_mask=attn_mask)
         features, values = self._features_and_values("x", x)
         keys = None
         if context is not None:
             keys, values = self._features_and_values("context", checked_context(context, x, self.dim))
         if self.pairing is not None:
             keys, values = self.pairing(features if keys is None else keys, values)
-        mask: dict[str, Any] = dict(keys=keys, causal=causal, window=self.window, **hidden)
+        mask |= dict(keys=keys, causal=causal, window=self.window)
         log_sigma = at_least_float32(self.log_sigma)
         apart = values if self.log_scale is not None or self.pairing is not None else None
         y = gaussian_attention(features, log_sigma, values=apart, constant_norm=self.head_norm, impl=self.impl, **mask)
-        return y, gaussian_weights(features, log_sigma, **mask) if need_weights else None
-
-    def _mix_packed(
-        self,
-        x: torch.Tensor,
-        context: torch.Tensor | None,
-        causal: bool,
-        need_weights: bool,
-        padding: torch.Tensor,
-        attn_mask: torch.Tensor | None,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """`_mix` with head offsets and padding: the tokens come first, so that each follows the one before it."""
-        own_keys = context is None
-        if not own_keys and (causal or self.window is not None):
-            raise ValueError("head_offsets with a padded context need a layer that is not causal and has no window")
-        tokens, order, attn_mask = packed(x, context, padding, attn_mask, self.dim, self.num_heads)
-        lengths = None if own_keys and causal else (~padding).sum(1)  # under a causal mask no token sees padding
-        hidden = dict(lengths=lengths, attn_mask=attn_mask)
-        queries, keys = (tokens, None) if own_keys else (x, tokens)
-        y, weights = self._mix(queries, keys, causal, need_weights, hidden)
-        y = in_place(y, order, padding) if own_keys else y
-        return y, None if weights is None else weights_in_place(weights, order, padding, own_keys)
+        weights = gaussian_weights(features, log_sigma, **mask) if need_weights else None
+        if padding is not None:
+            y = in_place(y, order, padding) if own_keys else y
+            weights = None if weights is None else weights_in_place(weights, order, padding, own_keys)
+        y = self.proj(y.flatten(-2))
+        return y if weights is None else (y, weights)
 
     def _features_and_values(self, name: str, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         values = self._normalised(split_heads(name, x, self.dim, self.num_heads, weight_of(self.proj)))
@@ -176,9 +153,7 @@ class GaussianKernelAttention(nn.Module):
         return heads * self.log_scale.exp().unflatten(-1, (self.num_heads, self.head_dim)).to(heads.dtype)
 
     def chosen_impl(self, num_tokens: int) -> str:
-        """Which implementation trains this layer on `num_tokens` tokens, in its weights' dtype and where they are;
-        never "auto".
-        """
+        """Which implementation trains this layer on `num_tokens` tokens, in its weights' dtype and on their device."""
         x = self.proj.weight.new_empty((1, num_tokens, self.num_heads, self.head_dim), requires_grad=True)
         keys = None if self.pairing is None else torch.empty_like(x)
         return select_impl(
@@ -202,9 +177,7 @@ def weight_of(projection: nn.Module) -> torch.Tensor | None:
 
 
 def split_heads(name: str, x: torch.Tensor, dim: int, num_heads: int, weight: torch.Tensor | None) -> torch.Tensor:
-    """(B, T, dim) as (B, T, H, D). Raises TypeError or ValueError for another x, or one that `weight` cannot multiply;
-    `name` is the argument's.
-    """
+    """(B, T, dim) as (B, T, H, D). TypeError or ValueError, with `name`, for an x that `weight` cannot multiply."""
     if not isinstance(x, torch.Tensor):
         raise TypeError(f"{name} must be a torch.Tensor of shape (B, T, dim), got {type(x).__name__}")
     if x.dim() != 3 or x.shape[-1] != dim:
@@ -227,14 +200,10 @@ def packed(
     dim: int,
     num_heads: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """(The context, or x without one, with the tokens first and zeros behind them; the order of its places, (B, Tk);
-    the attn_mask for it.)
-
-    Raises TypeError or ValueError for features or masks of another form.
-    """
+    """(The context, or x without one, with the tokens first and zeros behind; their order, (B, Tk); its attn_mask.)"""
     queries = split_heads("x", x, dim, num_heads, None)
     tokens = x if context is None else checked_context(context, x, dim)
-    validation.check_padding_and_mask(queries, tokens.shape[1], None, padding, attn_mask)
+    validation.check_padding_and_mask(queries, tokens.shape[1], Options(key_padding_mask=padding, attn_mask=attn_mask))
     order = tokens_first(padding)
     tokens = in_order(tokens.masked_fill(padding[..., None], 0), order)
     if attn_mask is not None:

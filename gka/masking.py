@@ -39,16 +39,12 @@ class Mask:
         return keep
 
     def simplify(self, num_queries: int, num_keys: int) -> "Mask":
-        """The same mask for these lengths with the conditions that hide nothing removed, so fast paths can be
-        recognised.
-        """
+        """The same mask without the conditions that hide nothing at these lengths, so fast paths can be recognised."""
         window = self.window if self.window is not None and self.window < num_keys - 1 else None
         return Mask(self.causal and num_queries > 1, window)
 
     def first_visible_key(self, num_queries: int, num_keys: int) -> int:
-        """Index of the first key that any query can see: everything before it can be dropped without changing a
-        result.
-        """
+        """Index of the first key that any query sees: those before it can be dropped without changing a result."""
         return 0 if self.window is None else max(0, num_keys - num_queries - self.window)
 
     def dense(self, num_queries: int, num_keys: int, device: torch.device) -> torch.Tensor:

@@ -58,12 +58,15 @@ def gaussian_request(
     keep_hidden_keys: bool = False,
     names: tuple[str, str] = ("keys", "values"),
 ) -> GaussianRequest:
-    """The request for features, bandwidths and options. names: what errors call keys and values.
-
-    Raises TypeError or ValueError naming the argument.
-    """
+    """The request; TypeError or ValueError naming the argument. names: what errors call keys and values."""
     x, keys, values = to_autocast_dtype(x, keys, values)
-    _check(x, log_sigma, keys, values, options, names)
+    validation.check_features_and_mask((x, keys, values), options.causal, options.window, ("x", *names))
+    validation.check_log_sigma(log_sigma, x)
+    validation.check_eps(options.eps)
+    if options.hides_tokens:
+        validation.check_padding_and_mask(x, keys.shape[1], options)
+    if options.reads_cache:
+        validation.check_cache_options(x, keys.shape[1], options)
     lengths, key_padding_mask = simplest_padding(options.lengths, options.key_padding_mask, keys.shape[1])
     learned = x, log_sigma, keys, values, options.attn_mask, *(options.rotary or ()), options.channel_scales
     needs_grad = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in learned)
@@ -78,32 +81,12 @@ def gaussian_request(
     )  # fmt: skip
 
 
-def _check(
-    x: torch.Tensor,
-    log_sigma: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    options: Options,
-    names: tuple[str, str],
-) -> None:
-    validation.check_features_and_mask(x, keys, values, options.causal, options.window, names=("x", *names))
-    validation.check_log_sigma(log_sigma, x)
-    validation.check_eps(options.eps)
-    if options.hides_tokens:
-        hiding = options.lengths, options.key_padding_mask, options.attn_mask
-        validation.check_padding_and_mask(x, keys.shape[1], *hiding)
-    if options.reads_cache:
-        delays = dict(key_delays=options.key_delays, value_delays=options.value_delays)
-        cache = options.rotary, options.channel_scales, options.cache_lengths, delays
-        validation.check_cache_options(x, keys.shape[1], *cache)
-
-
 def softmax_request(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, window: int | None, scale: float | None
 ) -> SoftmaxRequest:
     """The request for the arguments of `dot_product_attention`. Raises TypeError or ValueError naming the argument."""
     q, k, v = to_autocast_dtype(q, k, v)
-    validation.check_features_and_mask(q, k, v, causal, window, names=("q", "k", "v"))
+    validation.check_features_and_mask((q, k, v), causal, window, names=("q", "k", "v"))
     needs_grad = torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v))
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     return SoftmaxRequest(**_without_hidden_keys(q, k, v, causal, window), needs_grad=needs_grad, scale=scale)
@@ -117,9 +100,7 @@ def _without_hidden_keys(
     window: int | None,
     keep_hidden_keys: bool = False,
 ) -> dict[str, Any]:
-    """x, keys, values, mask and forward_mode of a request, without the keys that no query sees (decoding with a window)
-    and the conditions of the mask that hide nothing.
-    """
+    """Fields of a request, without keys that no query sees (decoding in a window) and conditions that hide nothing."""
     mask, own_keys, own_values = Mask(causal, window), keys is x, values is keys
     first = 0 if keep_hidden_keys else mask.first_visible_key(x.shape[1], keys.shape[1])
     if first > 0:  # so keys are not x

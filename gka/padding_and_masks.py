@@ -9,8 +9,9 @@ Legend: B batch, Tq queries, Tk keys, H heads, D head_dim.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import groupby
 
 import torch
 import torch.nn.functional as F
@@ -22,15 +23,21 @@ Padding = tuple[torch.Tensor | None, torch.Tensor | None]
 
 
 def simplest_padding(lengths: torch.Tensor | None, key_padding_mask: torch.Tensor | None, num_keys: int) -> Padding:
-    """(lengths, key_padding_mask) of the same padding in the form that costs least, if the values can be read: none,
-    or lengths for padding on the right.
-    """
+    """The same padding in the form that costs least, if it can be read: none, or lengths for padding on the right."""
     if lengths is not None and readable(lengths) and bool((lengths == num_keys).all()):
         return None, None
     mask = key_padding_mask
     if mask is not None and readable(mask) and not bool((mask[:, :-1] > mask[:, 1:]).any()):
         return ((~mask).sum(1) if mask.any() else None), None
     return lengths, mask
+
+
+def rows_of_equal_length(lengths: Sequence[int]) -> list[tuple[slice, int]]:
+    """(Neighbours of equal length, that length), in order."""
+    parts, first = [], 0
+    for length, members in groupby(lengths):
+        parts.append((slice(first, first := first + len(list(members))), length))
+    return parts
 
 
 def padding(request: Request) -> torch.Tensor | None:
@@ -51,11 +58,8 @@ def visible(request: Request) -> torch.Tensor:
 
 
 def bias(request: Request, seen: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | None:
-    """What a float attn_mask adds to the exponents, 0 for keys that are not `seen`; None without one.
-
-    Numbers below the range of `dtype` become its lowest: a row of them still has keys.
-    """
-    attn_mask = request.attn_mask
+    """What a float attn_mask adds to the exponents, 0 for keys that are not `seen`; None without one."""
+    attn_mask = request.attn_mask  # numbers below the range of `dtype` become its lowest: a row of them still has keys
     if attn_mask is None or attn_mask.dtype == torch.bool:
         return None
     return attn_mask.to(dtype).clamp(min=torch.finfo(dtype).min).masked_fill(~seen, 0.0)
@@ -73,9 +77,8 @@ def without_padding(request: GaussianRequest) -> GaussianRequest:
 
 
 def without_nonfinite(request: GaussianRequest) -> tuple[GaussianRequest, torch.Tensor | None]:
-    """(The request with zeros in the place of tokens that are not finite; which rows see one, (B, Tq, H, 1) bool.)
-
-    The second is None, and the request unchanged, where every query sees every key or all tokens are finite.
+    """(The request with zeros in the place of tokens that are not finite; which rows see one, (B, Tq, H, 1) bool.) The
+    second is None, and the request unchanged, where every query sees every key or all tokens are finite.
     """
     if not set(request.requested) & HIDING:
         return request, None
@@ -112,9 +115,7 @@ def with_zeros_and_nan(request: GaussianRequest, y: torch.Tensor, nan_rows: torc
 
 
 def can_pack(request: GaussianRequest) -> bool:
-    """Whether the packed request has the same result. Queries are aligned with keys by place, so packed keys that are
-    not the queries would be seen by other queries under a causal mask or a window.
-    """
+    """Whether the packed request has the same result. Under a causal mask or a window queries are aligned by place."""
     return request.own_keys or not (request.mask.causal or request.mask.window is not None)
 
 

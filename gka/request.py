@@ -106,9 +106,7 @@ class GaussianRequest(Request):
         return -1 if before is None else before, -1 if after is None else after
 
     def operands(self, addressable: Callable[[torch.Tensor], torch.Tensor]) -> tuple:
-        """(x, keys or None, values or None, log_sigma, before, after) as a fused kernel takes them: features through
-        `addressable`, which copies those that the kernel cannot address.
-        """
+        """(x, keys or None, values or None, log_sigma, before, after); `addressable` copies features where it must."""
         keys, values = (None if t is None else addressable(t) for t in (self.keys, self.values))
         return addressable(self.x), keys, values, self.log_sigma.contiguous(), *self.limits
 

@@ -1,29 +1,33 @@
 """Checks at the operator's door: a wrong argument is named, with what was expected, before anything is computed."""
 
 import math
-from collections.abc import Sequence
+from typing import Any
 
 import torch
 
 FLOATING = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+Three = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
-def check_features_and_mask(
-    x: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    causal: bool,
-    window: int | None,
-    names: tuple[str, str, str],
-) -> None:
-    """Features that go together, (B, T, H, D), and a mask for their lengths."""
+def check_features_and_mask(features: Three, causal: bool, window: int | None, names: tuple[str, str, str]) -> None:
+    """Queries, keys and values that go together, (B, T, H, D) each, and a mask for their lengths: it aligns the last
+    query with the last key, so it needs at least as many keys as queries.
+    """
+    x, keys, values = features
     check_features(names[0], x)
     check_mask(causal, window)
     if keys is not x:
         check_features(names[1], keys, like=x)
     if values is not keys:
         check_features(names[2], values, like=x)
-    check_lengths(x.shape[1], keys.shape[1], values.shape[1], causal or window is not None)
+    num_queries, num_keys, num_values = (t.shape[1] for t in features)
+    if num_values != num_keys:
+        raise ValueError(f"values must have as many tokens as keys, {num_keys}, got {num_values}")
+    if (causal or window is not None) and num_keys < num_queries:
+        raise ValueError(
+            f"keys must have at least as many tokens as the queries, {num_queries}, when causal or window is used, "
+            f"got {num_keys}"
+        )
 
 
 def check_features(name: str, t: object, like: torch.Tensor | None = None) -> None:
@@ -51,59 +55,47 @@ def check_features(name: str, t: object, like: torch.Tensor | None = None) -> No
         raise ValueError(f"{name} must have shape (B, T, H, D) = {expected}, got {tuple(t.shape)}")
 
 
-def check_lengths(num_queries: int, num_keys: int, num_values: int, masked: bool) -> None:
-    """Keys and values pair up; a mask aligns the last query with the last key, so it needs at least as many keys as
-    queries.
+def check_padding_and_mask(x: torch.Tensor, num_keys: int, options: Any) -> None:
+    """Of `Options`: lengths, (B,) whole numbers up to num_keys, or key_padding_mask, (B, Tk) bool; attn_mask, bool or
+    float, broadcastable to (B, H, Tq, Tk). All on the features' device.
     """
-    if num_values != num_keys:
-        raise ValueError(f"values must have as many tokens as keys, {num_keys}, got {num_values}")
-    if masked and num_keys < num_queries:
-        raise ValueError(
-            f"keys must have at least as many tokens as the queries, {num_queries}, when causal or window is used, "
-            f"got {num_keys}"
-        )
-
-
-def check_padding_and_mask(
-    x: torch.Tensor, num_keys: int, lengths: object, key_padding_mask: object, attn_mask: object
-) -> None:
-    """lengths: (B,) whole numbers up to num_keys; key_padding_mask: (B, Tk) bool; not both. attn_mask: bool or float,
-    broadcastable to (B, H, Tq, Tk). All on the features' device.
-    """
+    lengths, key_padding_mask, attn_mask = options.lengths, options.key_padding_mask, options.attn_mask
     batch, num_queries, num_heads, _ = x.shape
     if lengths is not None and key_padding_mask is not None:
         raise ValueError("lengths and key_padding_mask both say which keys are padding: give one of them")
     if lengths is not None:
-        lengths = _tensor_like("lengths", lengths, x, "(B,)", (torch.int64, torch.int32), "int64 or int32")
-        if tuple(lengths.shape) != (batch,):
-            raise ValueError(f"lengths must have shape (B,) = ({batch},), got {tuple(lengths.shape)}")
+        _check_tensor("lengths", lengths, x, "(B,)", (batch,), (torch.int64, torch.int32), "int64 or int32")
         if readable(lengths) and not all(0 <= n <= num_keys for n in lengths.tolist()):
             raise ValueError(f"lengths must be from 0 to the number of keys, {num_keys}, got {lengths.tolist()}")
     if key_padding_mask is not None:
         kind = "bool, True for padding (of a mask that is 1 for tokens, ~mask.bool())"
-        mask = _tensor_like("key_padding_mask", key_padding_mask, x, "(B, Tk)", (torch.bool,), kind)
-        if tuple(mask.shape) != (batch, num_keys):
-            expected = f"(B, Tk) = ({batch}, {num_keys})"
-            raise ValueError(f"key_padding_mask must have shape {expected}, got {tuple(mask.shape)}")
+        _check_tensor("key_padding_mask", key_padding_mask, x, "(B, Tk)", (batch, num_keys), (torch.bool,), kind)
     if attn_mask is not None:
-        dtypes = (torch.bool, *FLOATING)
-        mask = _tensor_like("attn_mask", attn_mask, x, "(B, H, Tq, Tk)", dtypes, "bool, True = visible, or float")
+        dtypes, kind = (torch.bool, *FLOATING), "bool, True = visible, or float"
+        _check_tensor("attn_mask", attn_mask, x, "(B, H, Tq, Tk)", None, dtypes, kind)
         scores = (batch, num_heads, num_queries, num_keys)
-        sizes = zip(reversed(mask.shape), reversed(scores))
-        if mask.dim() > 4 or any(size not in (1, full) for size, full in sizes):
-            hint = "; of one mask for each sequence give mask[:, None]" if mask.dim() == 3 else ""
-            raise ValueError(f"attn_mask must broadcast to (B, H, Tq, Tk) = {scores}, got {tuple(mask.shape)}{hint}")
+        sizes = zip(reversed(attn_mask.shape), reversed(scores))
+        if attn_mask.dim() > 4 or any(size not in (1, full) for size, full in sizes):
+            hint = "; of one mask for each sequence give mask[:, None]" if attn_mask.dim() == 3 else ""
+            raise ValueError(
+                f"attn_mask must broadcast to (B, H, Tq, Tk) = {scores}, got {tuple(attn_mask.shape)}{hint}"
+            )
 
 
-def _tensor_like(name: str, t: object, x: torch.Tensor, shape: str, dtypes: tuple, kind: str) -> torch.Tensor:
-    """`t`, if it is a tensor of one of the dtypes on the device of x."""
+def _check_tensor(
+    name: str, t: object, x: torch.Tensor, form: str, shape: tuple[int, ...] | None, dtypes: tuple, kind: str
+) -> None:
+    """`t` must be a tensor of one of the dtypes, on the device of x and, unless shape is None, of that shape. form and
+    kind: shape and dtypes in words.
+    """
     if not isinstance(t, torch.Tensor):
-        raise TypeError(f"{name} must be a torch.Tensor of shape {shape}, got {type(t).__name__}")
+        raise TypeError(f"{name} must be a torch.Tensor of shape {form}, got {type(t).__name__}")
     if t.dtype not in dtypes:
         raise TypeError(f"{name} must be {kind}, got {t.dtype}")
+    if shape is not None and tuple(t.shape) != shape:
+        raise ValueError(f"{name} must have shape {form} = {shape}, got {tuple(t.shape)}")
     if t.device != x.device:
         raise ValueError(f"{name} must be on the device of the features, {x.device}, got {t.device}")
-    return t
 
 
 def check_mask(causal: object, window: object) -> None:
@@ -118,16 +110,11 @@ def check_mask(causal: object, window: object) -> None:
         raise ValueError(f"window must be >= 0 (tokens before the query that stay visible) or None, got {window}")
 
 
-def check_log_sigma(log_sigma: object, x: torch.Tensor) -> None:
+def check_log_sigma(log_sigma: torch.Tensor, x: torch.Tensor) -> None:
     """One finite float32 value per head (float64 also accepted beside float64 features), on the features' device."""
-    if not isinstance(log_sigma, torch.Tensor):
-        raise TypeError(f"log_sigma must be a torch.Tensor of shape (H,), got {type(log_sigma).__name__}")
-    if log_sigma.dtype != torch.float32 and not (log_sigma.dtype == x.dtype == torch.float64):
-        raise TypeError(f"log_sigma must be float32 whatever the features are, got {log_sigma.dtype}")
-    if tuple(log_sigma.shape) != (x.shape[2],):
-        raise ValueError(f"log_sigma must have shape (H,) = ({x.shape[2]},), got {tuple(log_sigma.shape)}")
-    if log_sigma.device != x.device:
-        raise ValueError(f"log_sigma must be on the device of the features, {x.device}, got {log_sigma.device}")
+    dtypes = (torch.float32, *[torch.float64] * (x.dtype == torch.float64))
+    kind = "float32 whatever the features are"
+    _check_tensor("log_sigma", log_sigma, x, "(H,)", (x.shape[2],), dtypes, kind)
     if readable(log_sigma) and not all(map(math.isfinite, values := log_sigma.tolist())):
         raise ValueError(f"log_sigma must be finite, got {values}")
 
@@ -155,19 +142,13 @@ def check_eps(eps: object) -> None:
         raise ValueError(f"eps must be finite and >= 0, got {eps}")
 
 
-def check_cache_options(
-    x: torch.Tensor,
-    num_keys: int,
-    rotary: Sequence[torch.Tensor] | None,
-    channel_scales: torch.Tensor | None,
-    lengths: Sequence[int] | None,
-    delays: dict[str, Sequence[int] | None],
-) -> None:
-    """What `decode_attention` takes beside `gaussian_attention`'s arguments; all errors are ValueErrors. delays: by the
-    argument's name.
+def check_cache_options(x: torch.Tensor, num_keys: int, options: Any) -> None:
+    """What `decode_attention` takes beside `gaussian_attention`'s arguments, of its `Options`; all errors are
+    ValueErrors.
     """
     batch, num_queries, num_heads, head_dim = x.shape
-    for table in rotary or ():
+    channel_scales, lengths = options.channel_scales, options.cache_lengths
+    for table in options.rotary or ():
         if head_dim % 2 or table.dim() != 2 or len(table) < num_keys or table.shape[1] * 2 != head_dim:
             expected = f"({num_keys} or more, {head_dim} / 2)"
             raise ValueError(f"rotary must be two tables of {expected} numbers, got {tuple(table.shape)}")
@@ -182,6 +163,7 @@ def check_cache_options(
             raise ValueError(f"channel_scales must be on the device of the queries, {x.device}")
     if lengths is not None and not (len(lengths) == batch and all(num_queries <= n <= num_keys for n in lengths)):
         raise ValueError(f"lengths must be {batch} numbers from {num_queries} to {num_keys}, got {list(lengths)}")
-    for name, numbers in delays.items():
+    for name in ("key_delays", "value_delays"):
+        numbers = getattr(options, name)
         if numbers and not (len(numbers) == num_heads and min(numbers) >= 0 and max(numbers) < 2**31):
             raise ValueError(f"{name} must be {num_heads} numbers from 0 to 2^31 - 1, one a head, got {list(numbers)}")
