@@ -16,39 +16,18 @@ from gka.impl.triton import op as _triton  # noqa: F401  defines torch.ops.gka.a
 Shape = tuple[int, ...]
 
 
-@register_flop_formula([op.attend.overloadpacket, torch.ops.gka.attend])
+@register_flop_formula([op.attend.overloadpacket, decoding.attend_cached.overloadpacket, torch.ops.gka.attend])
 def forward_flops(x: Shape, keys: Shape | None, values: Shape | None, log_sigma: Shape, *arguments, **__) -> int:
-    """Of a forward pass, from the arguments of the operators; tensors are their shapes. Padding counts as tokens."""
+    """Of a forward pass, from the arguments of the operators; tensors are their shapes. Padding counts as tokens, and a
+    sequence that is shorter than its cache as a whole one.
+    """
     before, after = [argument for argument in arguments if isinstance(argument, int)][:2]
-    num_keys = (x if keys is None else keys)[1]
+    num_keys = (keys or values or x)[1]
     in_reach = num_keys if before < 0 else min(before + 1 + max(after, 0), num_keys)
     return operator_flops(*x, keys=in_reach)
 
 
-@register_flop_formula([decoding.attend_cached.overloadpacket])
-def decoding_flops(
-    x: Shape,
-    keys: Shape | None,
-    values: Shape,
-    log_sigma: Shape,
-    cos,
-    sin,
-    channel_scales,
-    lengths,
-    delays,
-    more_delays,
-    before: int,
-    *_,
-    **__,
-) -> int:
-    """Of a decoding step. Sequences shorter than the cache count as whole ones."""
-    return forward_flops(x, values, None, log_sigma, before, 0)
-
-
 @register_flop_formula([op.attend_backward.overloadpacket, torch.ops.gka.attend_backward])
-def backward_flops(
-    grad_y: Shape, x: Shape, keys: Shape | None, values: Shape | None, log_sigma: Shape, *saved_and_limits, **__
-) -> int:
-    """Of a backward pass; after `log_sigma` come saved tensors, then before and after."""
-    before, after = [argument for argument in saved_and_limits if isinstance(argument, int)][:2]
-    return 2 * forward_flops(x, keys, values, log_sigma, before, after)
+def backward_flops(grad_y: Shape, x: Shape, *arguments, **__) -> int:
+    """Of a backward pass; saved tensors stand between the tensors and the limits of the forward pass."""
+    return 2 * forward_flops(x, *arguments)

@@ -105,9 +105,7 @@ def _compiled() -> Callable:
 def _block_mask(
     mask: Mask, num_queries: int, num_keys: int, device: torch.device, hidden: torch.Tensor | None = None
 ) -> "BlockMask":
-    """The mask over whole tiles without the keys that are `hidden`, (B, Tk), or fill them; never an inference tensor,
-    which training could not save.
-    """
+    """The mask over whole tiles without `hidden` keys, (B, Tk); no inference tensor, which training could not save."""
     from torch.nn.attention.flex_attention import create_block_mask
 
     with torch.inference_mode(False), torch.no_grad():

@@ -106,11 +106,8 @@ class _Once(torch.autograd.Function):
 
 
 def _extend(features: torch.Tensor, first, second, padding: int) -> torch.Tensor:
-    """Features with two more channels, each (B, T, H) or a number, and `padding` zeros.
-
-    Numbers are filled in where the features are: a copy from the CPU would stall every call, and could not be captured
-    in a CUDA graph.
-    """
+    """Features with two more channels, each (B, T, H) or a number, and `padding` zeros."""
+    # Numbers are filled in on the device: a copy from the CPU would stall, and cannot be captured in a CUDA graph.
     shape = features.shape[:-1]
     channels = [t if isinstance(t, torch.Tensor) else features.new_full(shape, t) for t in (first, second)]
     return F.pad(torch.cat([features, torch.stack(channels, dim=-1)], dim=-1), (0, padding))

@@ -58,15 +58,21 @@ class Unavailable(Exception):
 def obstacle() -> str | None:
     """Why the library is missing, or None. The first call loads or builds it, also while torch.compile traces.
 
-    Raises RuntimeError if the library and structs.py disagree.
+    Raises RuntimeError if a struct has another size in the library than in structs.py.
     """
     global _outcome
     with _lock:
         if _outcome is None:
             try:
-                _outcome = _with_equal_structs(_load())
+                loaded = _load()
             except Unavailable as error:
                 _outcome = str(error)
+                return _outcome
+            for layout in (REQUEST, DECODE):
+                if (size := getattr(loaded, f"gka_size_of_{layout.name}")()) != layout.size:
+                    sizes = f"{size} bytes in the library and {layout.size} bytes in structs.py"
+                    raise RuntimeError(f"{layout.name} has {sizes}")
+            _outcome = loaded
     return _outcome if isinstance(_outcome, str) else None
 
 
@@ -95,7 +101,8 @@ def _load() -> ctypes.CDLL:
     try:
         folder = cache_folder()
         folder.mkdir(0o700, parents=True, exist_ok=True)
-        if _is_private(folder):
+        status = folder.stat()  # a library in it is run
+        if status.st_uid == os.geteuid() and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
             return ctypes.CDLL(str(_built(instructions, folder)))
         LOG.warning("gka: the CPU kernel is compiled for this process: another user owns or may write to %s", folder)
         with tempfile.TemporaryDirectory(prefix="gka-") as temporary:  # the library stays loaded
@@ -104,26 +111,11 @@ def _load() -> ctypes.CDLL:
         raise Unavailable(f"{str(error).rstrip('.')}; {FOLDER} chooses another folder") from None
 
 
-def _with_equal_structs(library: ctypes.CDLL) -> ctypes.CDLL:
-    """The library. Raises RuntimeError if a struct has another size there than in structs.py."""
-    for layout in (REQUEST, DECODE):
-        size = getattr(library, f"gka_size_of_{layout.name}")()
-        if size != layout.size:
-            raise RuntimeError(f"{layout.name} has {size} bytes in the library and {layout.size} bytes in structs.py")
-    return library
-
-
 def cache_folder() -> Path:
     """$GKA_CACHE_DIR, or gka in $XDG_CACHE_HOME or ~/.cache."""
     if chosen := os.environ.get(FOLDER):
         return Path(chosen)
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "gka"
-
-
-def _is_private(folder: Path) -> bool:
-    """Whether this user owns the folder and nobody else may write to it: a library in it is run."""
-    status = folder.stat()
-    return status.st_uid == os.geteuid() and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
 
 
 def _built(instructions: str, folder: Path) -> Path:
@@ -152,8 +144,8 @@ def _compile(command: list[str], path: Path, end: bytes) -> None:
     with tempfile.TemporaryDirectory(dir=path.parent, prefix="building-") as scratch:
         output, sources = Path(scratch) / path.name, sorted(SOURCE.glob("*.cpp"))
         objects = [str(Path(scratch) / f"{source.stem}.o") for source in sources]
-        _run_at_once([[*command, "-c", str(cpp), "-o", o] for cpp, o in zip(sources, objects)], TIMEOUT)
-        _run([*command, *objects, "-o", str(output)], TIMEOUT)
+        _run([[*command, "-c", str(cpp), "-o", o] for cpp, o in zip(sources, objects)], TIMEOUT)
+        _run([[*command, *objects, "-o", str(output)]], TIMEOUT)
         with open(output, "ab") as file:
             file.write(end)
         output.chmod(0o755)  # whatever the umask is
@@ -176,19 +168,17 @@ def _compiler() -> list[str]:
 
 def _digest(command: list[str], compiler: list[str]) -> str:
     digest = hashlib.sha256(" ".join(command).encode())
-    digest.update(_run([*compiler, "--version"], VERSION_TIMEOUT).encode())
+    digest.update(_run([[*compiler, "--version"]], VERSION_TIMEOUT).encode())
     for path in sorted(SOURCE.iterdir()):
         digest.update(path.name.encode() + path.read_bytes())
     return digest.hexdigest()[:16]
 
 
-def _run(command: list[str], seconds: float) -> str:
-    """The output of the command. Raises Unavailable with its error if it fails or takes longer."""
-    return _run_at_once([command], seconds)
+def _run(commands: list[list[str]], seconds: float) -> str:
+    """The output of the commands, which run at the same time.
 
-
-def _run_at_once(commands: list[list[str]], seconds: float) -> str:
-    """The output of the commands, in order. They run at the same time; if one fails, the others are ended."""
+    Raises Unavailable, with its error, if one fails or takes longer; then the others are ended.
+    """
     pipes: dict[str, Any] = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, errors="replace")
     end, outputs = time.monotonic() + seconds, []
     with contextlib.ExitStack() as running:

@@ -6,7 +6,7 @@ import logging
 import math
 import os
 from collections.abc import Iterable, Iterator
-from itertools import groupby
+from typing import Any, NamedTuple
 
 import torch
 
@@ -14,7 +14,7 @@ from gka.bandwidth import LOG_SIGMA_BOUND
 from gka.impl.cpu.build import library
 from gka.impl.cpu.structs import NO_TENSOR, REQUEST, address, tensor
 from gka.masking import Mask
-from gka.padding_and_masks import with_zeros_and_nan, without_nonfinite
+from gka.padding_and_masks import rows_of_equal_length, with_zeros_and_nan, without_nonfinite
 from gka.request import GaussianRequest
 
 FORWARD, BACKWARD = range(2)
@@ -24,52 +24,66 @@ LOG = logging.getLogger("gka")
 _process = os.getpid()
 
 
-def forward(
-    x, keys, values, log_sigma, lengths, before: int, after: int, centred: bool, eps: float, differentiable: bool
-):
+class Inputs(NamedTuple):
+    """The arguments of `op.attend`, in its order."""
+
+    x: torch.Tensor
+    keys: torch.Tensor | None
+    values: torch.Tensor | None
+    log_sigma: torch.Tensor
+    lengths: torch.Tensor | None
+    before: int
+    after: int
+    centred: bool
+    eps: float
+    differentiable: bool = True
+
+    @property
+    def hides_tokens(self) -> bool:
+        """Whether tokens are hidden that a kernel reads: those beyond a length it does not."""
+        return self.before >= 0 or self.after >= 0
+
+    def request(self) -> GaussianRequest:
+        mask = Mask(causal=self.after == 0, window=None if self.before < 0 else self.before)
+        return GaussianRequest(
+            x=self.x, keys=self.keys, values=self.values, lengths=self.lengths, mask=mask, needs_grad=False,
+            log_sigma=self.log_sigma, eps=None, constant_norm=False,
+        )  # fmt: skip
+
+    def rows_with_tokens(self) -> list[tuple[slice, int]]:
+        """Neighbours of equal length, and that length. ValueError for one that graphs and transforms let through."""
+        assert self.lengths is not None
+        numbers, most = self.lengths.tolist(), (self.x if self.keys is None else self.keys).shape[1]
+        if not all(0 <= length <= most for length in numbers):
+            raise ValueError(f"lengths must be from 0 to the number of keys, {most}, got {numbers}")
+        return [part for part in rows_of_equal_length(numbers) if part[1]]
+
+
+def forward(*arguments):
     """What `op.attend` returns, and the largest |x|^2 / sigma^2, a float."""
-    options = before, after, centred, eps, differentiable
-    y, row_state, residual, largest = _forward(x, keys, values, log_sigma, lengths, *options)
-    if _hides(before, after) and not _is_finite(row_state if values is None and lengths is None else y):
-        request = _request(x, keys, values, log_sigma, lengths, before, after)
+    inputs = Inputs(*arguments)
+    results = _forward(inputs)
+    shows_nan = results[1] if inputs.values is None and inputs.lengths is None else results[0]
+    if inputs.hides_tokens and not _is_finite(shows_nan):
+        request = inputs.request()
         clean, nan_rows = without_nonfinite(request)
         if nan_rows is not None:
-            y, row_state, residual, largest = _forward(clean.x, clean.keys, clean.values, log_sigma, lengths, *options)
-            y = with_zeros_and_nan(request, y, nan_rows)
-    return y, row_state, residual, largest
+            y, *others = _forward(inputs._replace(x=clean.x, keys=clean.keys, values=clean.values))
+            return with_zeros_and_nan(request, y, nan_rows), *others
+    return results
 
 
-def backward(
-    grad_y,
-    x,
-    keys,
-    values,
-    log_sigma,
-    lengths,
-    y,
-    row_state,
-    residual,
-    before: int,
-    after: int,
-    centred: bool,
-    eps: float,
-):
-    """(dx, dlog_sigma, dkeys, dvalues), the last two None if they are x's."""
-    options = before, after, centred, eps
-    gradients = _backward(grad_y, x, keys, values, log_sigma, lengths, y, row_state, residual, *options)
-    if _hides(before, after) and not _is_finite(gradients[0]):
-        clean, nan_rows = without_nonfinite(_request(x, keys, values, log_sigma, lengths, before, after))
+def backward(grad_y, x, keys, values, log_sigma, lengths, y, row_state, residual, *limits):
+    """(dx, dlog_sigma, dkeys, dvalues), the last two None if they are x's. limits: before, after, centred, eps."""
+    inputs = Inputs(x, keys, values, log_sigma, lengths, *limits)
+    gradients = _backward(inputs, grad_y, y, row_state, residual)
+    if inputs.hides_tokens and not _is_finite(gradients[0]):
+        clean, nan_rows = without_nonfinite(inputs.request())
         # Where a row is NaN and counts, so are the gradients of all that it sees.
         if nan_rows is not None and not grad_y.masked_select(nan_rows).any():
-            y = y.masked_fill(nan_rows, 0.0)
-            features = clean.x, clean.keys, clean.values
-            gradients = _backward(grad_y, *features, log_sigma, lengths, y, row_state, residual, *options)
+            inputs = inputs._replace(x=clean.x, keys=clean.keys, values=clean.values)
+            gradients = _backward(inputs, grad_y, y.masked_fill(nan_rows, 0.0), row_state, residual)
     return gradients
-
-
-def _hides(before: int, after: int) -> bool:
-    """Whether tokens are hidden that a kernel reads: those beyond a length it does not."""
-    return before >= 0 or after >= 0
 
 
 def _is_finite(t) -> bool:
@@ -77,52 +91,27 @@ def _is_finite(t) -> bool:
     return math.isfinite(t.sum().item())
 
 
-def _request(x, keys, values, log_sigma, lengths, before: int, after: int) -> GaussianRequest:
-    mask = Mask(causal=after == 0, window=None if before < 0 else before)
-    return GaussianRequest(
-        x=x, keys=keys, values=values, lengths=lengths, mask=mask, needs_grad=False, log_sigma=log_sigma, eps=None,
-        constant_norm=False,
-    )  # fmt: skip
-
-
-def _forward(x, keys, values, log_sigma, lengths, before, after, centred, eps, differentiable):
-    y, row_state, residual = output_like(x, differentiable)
-    if lengths is not None:
+def _forward(inputs: Inputs):
+    y, row_state, residual = output_like(inputs.x, inputs.differentiable)
+    if inputs.lengths is not None:
         y.zero_()
-    tensors = dict(y=y, residual=residual)
-    largest = _call(FORWARD, x, keys, values, log_sigma, lengths, before, after, centred, eps, row_state, tensors)
-    return y, row_state, residual, largest
+    return y, row_state, residual, _call(FORWARD, inputs, row_state, dict(y=y, residual=residual))
 
 
-def _backward(grad_y, x, keys, values, log_sigma, lengths, y, row_state, residual, before, after, centred, eps):
-    gradients = dx, dlog_sigma, dkeys, dvalues = gradients_like(x, keys, values, log_sigma)
+def _backward(inputs: Inputs, grad_y, y, row_state, residual):
+    gradients = dx, dlog_sigma, dkeys, dvalues = gradients_like(*inputs[:4])
     tensors = dict(y=y, residual=residual, grad_y=addressable(grad_y), dx=dx, dkeys=dkeys, dvalues=dvalues)
-    arguments = x, keys, values, log_sigma, lengths, before, after, centred, eps, row_state, tensors
-    if lengths is None:
-        _call(BACKWARD, *arguments, dlog_sigma)
+    if inputs.lengths is None:
+        _call(BACKWARD, inputs, row_state, tensors, dlog_sigma)
         return gradients
     for gradient in gradients:
         if gradient is not None:
             gradient.zero_()
-    dlog_sigma_of_parts = log_sigma.new_empty((len(_rows_of_equal_length(x, keys, lengths)), len(log_sigma)))
-    _call(BACKWARD, *arguments, dlog_sigma_of_parts)
+    dlog_sigma_of_parts = dlog_sigma.new_empty((len(inputs.rows_with_tokens()), len(dlog_sigma)))
+    _call(BACKWARD, inputs, row_state, tensors, dlog_sigma_of_parts)
     for part in dlog_sigma_of_parts:
         dlog_sigma += part
     return gradients
-
-
-def _rows_of_equal_length(x, keys, lengths) -> list[tuple[int, int, int]]:
-    """(first row, number of rows, length) of neighbours of equal length; rows without tokens are left out."""
-    parts, first, numbers = [], 0, lengths.tolist()
-    most = (x if keys is None else keys).shape[1]
-    if not all(0 <= length <= most for length in numbers):  # graphs and transforms come here unchecked
-        raise ValueError(f"lengths must be from 0 to the number of keys, {most}, got {numbers}")
-    for length, members in groupby(numbers):
-        rows = len(list(members))
-        if length:
-            parts.append((first, rows, length))
-        first += rows
-    return parts
 
 
 def addressable(t: torch.Tensor) -> torch.Tensor:
@@ -144,18 +133,12 @@ def gradients_like(x, keys, values, log_sigma):
     return tuple(None if t is None else t.new_empty(t.shape) for t in (x, log_sigma, keys, values))
 
 
-def _call(
-    phase: int, x, keys, values, log_sigma, lengths, before, after, centred, eps, row_state, tensors, dlog_sigma=None
-) -> float:
-    """Run a phase, with lengths for one part of the batch after another. Returns the largest |x|^2 / sigma^2 of a
-    forward pass.
-
-    tensors: those that the phase reads or writes beside x, keys and values. dlog_sigma: (H,), with lengths (parts, H).
-    """
-    scratch_size, kernel = _functions(x.dtype, phase)
+def _call(phase: int, inputs: Inputs, row_state, tensors: dict, dlog_sigma=None) -> float:
+    """Run a phase. Returns the largest |x|^2 / sigma^2 of a forward pass. dlog_sigma: (H,), with lengths (parts, H)."""
+    scratch_size, kernel = _functions(inputs.x.dtype, phase)
     # An exported program comes here with the strides of today's tensors and the copies that its example needed.
-    x, keys, values = (None if t is None else addressable(t) for t in (x, keys, values))
-    log_sigma = log_sigma.contiguous()
+    x, keys, values = (None if t is None else addressable(t) for t in inputs[:3])
+    log_sigma = inputs.log_sigma.contiguous()
     batch, num_queries, num_heads, head_dim = x.shape
     features = tensor(x)
     key_features = features if keys is None else tensor(keys)
@@ -163,14 +146,14 @@ def _call(
         NO_TENSORS, x=features, keys=key_features, values=key_features if values is None else tensor(values),
         log_sigma=log_sigma.data_ptr(), row_state=row_state.data_ptr(), dlog_sigma=address(dlog_sigma), batch=batch,
         num_queries=num_queries, num_keys=num_queries if keys is None else keys.shape[1], num_heads=num_heads,
-        head_dim=head_dim, before=before, after=after, eps=eps, bound=LOG_SIGMA_BOUND, own_keys=keys is None,
-        own_values=values is None, centred=centred, threads=num_threads(),
+        head_dim=head_dim, before=inputs.before, after=inputs.after, eps=inputs.eps, bound=LOG_SIGMA_BOUND,
+        own_keys=keys is None, own_values=values is None, centred=inputs.centred, threads=num_threads(),
     )  # fmt: skip
     members |= {name: tensor(t) for name, t in tensors.items() if t is not None}
     parts: Iterable[dict] = (members,)
     largest, scratch = 0.0, None
-    if lengths is not None:
-        parts = _parts(members, _rows_of_equal_length(x, keys, lengths), x.element_size(), row_state)
+    if inputs.lengths is not None:
+        parts = _parts(members, inputs.rows_with_tokens(), x.element_size(), row_state)
     for part in parts:
         request = REQUEST.pack(part)
         size = scratch_size(request, phase)
@@ -181,48 +164,42 @@ def _call(
 
 
 def _parts(members: dict, rows_of_equal_length, size: int, row_state) -> Iterator[dict]:
-    """The members for each part of a batch whose numbers have `size` bytes; the states of its queries follow one
-    another.
-    """
+    """The members for each part of a batch, in which numbers have `size` bytes and the rows' states have no gaps."""
     of_query = row_state.element_size() * row_state.shape[1] * (2 if row_state.dim() == 4 else 1)
     states, dlog_sigma = members["row_state"], members["dlog_sigma"]
     tensors = [(name, *members[name]) for name in REQUEST.tensors if members[name][0]]  # null pointers stay so
-    for first, rows, length in rows_of_equal_length:
-        part = members | dict(batch=rows, num_keys=length, row_state=states, dlog_sigma=dlog_sigma)
+    for rows, length in rows_of_equal_length:
+        batch = rows.stop - rows.start
+        part: dict[str, Any] = members | dict(batch=batch, num_keys=length, row_state=states, dlog_sigma=dlog_sigma)
         for name, data, batch_stride, token_stride, head_stride in tensors:
-            part[name] = (data + first * batch_stride * size, batch_stride, token_stride, head_stride)
+            part[name] = (data + rows.start * batch_stride * size, batch_stride, token_stride, head_stride)
         if members["own_keys"]:
             part["num_queries"] = length
         yield part
-        states += rows * part["num_queries"] * of_query
+        states += batch * part["num_queries"] * of_query
         if dlog_sigma:
             dlog_sigma += members["num_heads"] * ctypes.sizeof(ctypes.c_float)
 
 
+@functools.cache
+def _has_bfloat16() -> bool:
+    has_products = bool(library().gka_ready_bfloat16(1))
+    if not has_products:
+        LOG.warning("gka: no AMX or AVX512-BF16 here, the CPU kernel computes bfloat16 features in float32")
+    return has_products
+
+
 def has_bfloat16() -> bool:
     """Whether this machine has the kernels in bfloat16 (AMX or AVX512-BF16). Says so once if it has not."""
-    return bool(bfloat16_products())
+    return _has_bfloat16()
 
 
 has_bfloat16._dynamo_marked_constant = True  # type: ignore[attr-defined]  # as build.obstacle; not seen under a cache
 
 
 @functools.cache
-def bfloat16_products() -> int:
-    """How this machine multiplies bfloat16: 2 by AMX, 1 by AVX512-BF16, 0 not at all."""
-    products = library().gka_ready_bfloat16(1)
-    if not products:
-        LOG.warning("gka: no AMX or AVX512-BF16 here, the CPU kernel computes bfloat16 features in float32")
-    return products
-
-
-@functools.cache
 def _functions(dtype: torch.dtype, phase: int):
-    """(the size of a request's scratch, the kernel) for features of a dtype.
-
-    A program that was exported elsewhere comes here without `op.gaussian`'s choice. Raises RuntimeError if the
-    processor lacks what the kernel needs.
-    """
+    """(The size of a request's scratch, the kernel). RuntimeError for a program exported on another machine."""
     if dtype == torch.bfloat16 and not has_bfloat16():
         raise RuntimeError("the CPU kernel needs AMX or AVX512-BF16 for bfloat16 features; convert them to float32")
     suffix = str(dtype).removeprefix("torch.")

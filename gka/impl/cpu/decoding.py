@@ -5,7 +5,6 @@ One call is short, tens of microseconds, so outside torch.compile and other mode
 
 import ctypes
 import functools
-from collections.abc import Sequence
 from ctypes import c_int64
 
 import torch
@@ -15,37 +14,22 @@ from gka.impl.cpu.build import library
 from gka.impl.cpu.call import addressable, num_threads
 from gka.impl.cpu.registering import is_plain, operator
 from gka.impl.cpu.structs import DECODE, address, tensor
+from gka.request import GaussianRequest
 
 DTYPES = (torch.float32, torch.bfloat16)
 NORM_EPS = torch.finfo(torch.float32).eps  # of F.rms_norm, whatever the features are
 
 
-def decode(
-    x: torch.Tensor,
-    keys: torch.Tensor | None,
-    values: torch.Tensor,
-    log_sigma: torch.Tensor,
-    rotary: Sequence[torch.Tensor] = (),
-    channel_scales: torch.Tensor | None = None,
-    lengths: Sequence[int] = (),
-    key_delays: Sequence[int] = (),
-    value_delays: Sequence[int] = (),
-    before: int = -1,
-    after: int = -1,
-) -> torch.Tensor:
-    """y, (B, Tq, H, D), of a few queries; see `gka.decode_attention`. keys None: the values or, with rotary (cos, sin)
-    of D / 2 channels, the values turned and normalised, after channel_scales (H, D), float32, if they are given. Empty
-    lengths: Tk each; empty delays: none. before, after: how far a query looks, -1 without limit. Features are float32
-    or bfloat16, tables too; channels lie side by side.
-    """
-    cos, sin = rotary or (None, None)
-    run = _call if is_plain(x, keys, values, log_sigma, cos, sin, channel_scales) else attend_cached
-    return run(x, keys, values, log_sigma, cos, sin, channel_scales, lengths, key_delays, value_delays, before, after)
+def decode(request: GaussianRequest) -> torch.Tensor:
+    """y, (B, Tq, H, D), of a few queries; features and tables are float32 or bfloat16."""
+    keys = None if request.own_values else request.keys
+    cos, sin = request.rotary or (None, None)
+    tensors = request.x, keys, request.value_features, request.log_sigma, cos, sin, request.channel_scales
+    numbers = request.cache_lengths or (), request.key_delays or (), request.value_delays or ()
+    return (_call if is_plain(*tensors) else attend_cached)(*tensors, *numbers, *request.limits)
 
 
-def _call(
-    x, keys, values, log_sigma, cos, sin, channel_scales, lengths, key_delays, value_delays, before, after
-) -> torch.Tensor:
+def _call(x, keys, values, log_sigma, cos, sin, channel_scales, lengths, key_delays, value_delays, before, after):
     scratch_size, kernel = _functions()
     # As in `call`: an exported program chose its copies by its example.
     x, keys, values = (None if t is None else addressable(t) for t in (x, keys, values))
@@ -79,24 +63,14 @@ def _functions():
     return size, kernel
 
 
-@operator("cpu_decode")
-def attend_cached(
-    x: torch.Tensor,
-    keys: torch.Tensor | None,
-    values: torch.Tensor,
-    log_sigma: torch.Tensor,
-    cos: torch.Tensor | None,
-    sin: torch.Tensor | None,
-    channel_scales: torch.Tensor | None,
-    lengths: Sequence[int],
-    key_delays: Sequence[int],
-    value_delays: Sequence[int],
-    before: int,
-    after: int,
-) -> torch.Tensor:
-    return _call(x, keys, values, log_sigma, cos, sin, channel_scales, lengths, key_delays, value_delays, before, after)
+# Empty lengths: Tk each; empty delays: none. before, after: how far a query looks, -1 without limit.
+attend_cached = operator(
+    "cpu_decode",
+    "(Tensor x, Tensor? keys, Tensor values, Tensor log_sigma, Tensor? cos, Tensor? sin, Tensor? channel_scales, "
+    "SymInt[] lengths, SymInt[] key_delays, SymInt[] value_delays, SymInt before, SymInt after) -> Tensor",
+)(_call)
 
 
 @torch.library.register_fake(attend_cached)
-def _(x, keys, values, log_sigma, cos, sin, channel_scales, lengths, key_delays, value_delays, before, after):
+def _(x, *_):
     return x.new_empty(x.shape)

@@ -17,13 +17,7 @@ from gka.masking import Mask
 from gka.request import GaussianRequest, Serves
 
 HALF = (torch.bfloat16, torch.float16)
-DECODING = (
-    "rotary",
-    "channel_scales",
-    "cache_lengths",
-    "key_delays",
-    "value_delays",
-)  # what the decoding kernel alone reads
+DECODING = ("rotary", "channel_scales", "cache_lengths", "key_delays", "value_delays")  # read by its kernel alone
 DECODE_QUERIES = 16  # up to here a request without gradients is bound by reading the keys
 SERVES = Serves(
     options=frozenset({"causal", "window", "lengths", *DECODING}),
@@ -84,12 +78,13 @@ def gaussian(request: GaussianRequest) -> torch.Tensor:
     """
     from_cache = not request.own_keys and request.lengths is None
     few = from_cache and request.num_queries <= DECODE_QUERIES and not request.needs_grad
-    decodes = few or bool(_options_of_decoding(request))
-    has_kernel = request.x.dtype == torch.bfloat16 and (decodes or call.has_bfloat16())
-    single = request.x.dtype in HALF and not has_kernel
+    decodes, dtype = few or bool(_options_of_decoding(request)), request.x.dtype
+    single = dtype in HALF and not (dtype == torch.bfloat16 and (decodes or call.has_bfloat16()))
+    request = _single(request) if single else request
     if decodes:
-        return _decode(_single(request)).to(request.x.dtype) if single else _decode(request)
-    x, keys, values, log_sigma, *limits = request.operands(_addressable_single if single else addressable)
+        y = decoding.decode(request)
+        return y.to(dtype) if single else y
+    x, keys, values, log_sigma, *limits = request.operands(addressable)
     tensors = x, keys, values, log_sigma, request.lengths
     centred = not request.mask.causal  # rounding would leak the future
     arguments = (*tensors, *limits, centred, request.eps or 0.0, request.needs_grad)
@@ -99,17 +94,7 @@ def gaussian(request: GaussianRequest) -> torch.Tensor:
             warn_if_lost(largest, torch.float32)
     else:
         y = attend(*arguments)[0]
-    return y.to(request.x.dtype) if single else y
-
-
-def _decode(request: GaussianRequest) -> torch.Tensor:
-    """y of a few queries against a cache."""
-    keys = None if request.own_values else request.keys
-    before, after = request.limits
-    return decoding.decode(
-        request.x, keys, request.value_features, request.log_sigma, request.rotary or (), request.channel_scales,
-        request.cache_lengths or (), request.key_delays or (), request.value_delays or (), before, after,
-    )  # fmt: skip
+    return y.to(dtype) if single else y
 
 
 def _single(request: GaussianRequest) -> GaussianRequest:
@@ -118,65 +103,39 @@ def _single(request: GaussianRequest) -> GaussianRequest:
     return replace(request, x=request.x.float(), keys=keys, values=values)
 
 
-def _addressable_single(t: torch.Tensor) -> torch.Tensor:
-    return addressable(t.float())
-
-
-@operator("cpu_attend")
-def attend(
-    x: torch.Tensor,
-    keys: torch.Tensor | None,
-    values: torch.Tensor | None,
-    log_sigma: torch.Tensor,
-    lengths: torch.Tensor | None,
-    before: int,
-    after: int,
-    centred: bool,
-    eps: float,
-    differentiable: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+@operator(
+    "cpu_attend",
+    "(Tensor x, Tensor? keys, Tensor? values, Tensor log_sigma, Tensor? lengths, SymInt before, SymInt after, "
+    "bool centred, float eps, bool differentiable) -> (Tensor, Tensor, Tensor)",
+)
+def attend(*inputs):
     """(y, row_state, residual): y (B, Tq, H, D); what the backward pass needs of each row (B, H, Tq); in bfloat16, if
     differentiable, what rounding took from y, else nothing.
 
     keys None: x. values None: the keys. lengths: (B,) tokens of each row, None: all. before, after: how far a query
     looks, -1 without limit. centred: subtract the mean of the keys first.
     """
-    y, row_state, residual, _ = call.forward(
-        x, keys, values, log_sigma, lengths, before, after, centred, eps, differentiable
-    )
-    return y, row_state, residual
+    return call.forward(*inputs)[:3]
 
 
 @torch.library.register_fake(attend)
-def _(x, keys, values, log_sigma, lengths, before, after, centred, eps, differentiable):
-    return call.output_like(x, differentiable)
+def _(x, *inputs):
+    return call.output_like(x, inputs[-1])
 
 
-@operator("cpu_attend_backward")
-def attend_backward(
-    grad_y: torch.Tensor,
-    x: torch.Tensor,
-    keys: torch.Tensor | None,
-    values: torch.Tensor | None,
-    log_sigma: torch.Tensor,
-    lengths: torch.Tensor | None,
-    y: torch.Tensor,
-    row_state: torch.Tensor,
-    residual: torch.Tensor,
-    before: int,
-    after: int,
-    centred: bool,
-    eps: float,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+@operator(
+    "cpu_attend_backward",
+    "(Tensor grad_y, Tensor x, Tensor? keys, Tensor? values, Tensor log_sigma, Tensor? lengths, Tensor y, "
+    "Tensor row_state, Tensor residual, SymInt before, SymInt after, bool centred, float eps) "
+    "-> (Tensor, Tensor, Tensor, Tensor)",
+)
+def attend_backward(*inputs):
     """(dx, dlog_sigma, dkeys, dvalues), the last two empty if they are x's. A list could not be batched."""
-    options = (before, after, centred, eps)
-    return _without_none(
-        x, call.backward(grad_y, x, keys, values, log_sigma, lengths, y, row_state, residual, *options)
-    )
+    return _without_none(inputs[1], call.backward(*inputs))
 
 
 @torch.library.register_fake(attend_backward)
-def _(grad_y, x, keys, values, log_sigma, lengths, y, row_state, residual, before, after, centred, eps):
+def _(grad_y, x, keys, values, log_sigma, *_):
     return _without_none(x, call.gradients_like(x, keys, values, log_sigma))
 
 
@@ -185,12 +144,10 @@ def _without_none(x, gradients):
 
 
 def _save(ctx, inputs, output):
-    x, keys, values, log_sigma, lengths, *options, _ = inputs
-    y, row_state, residual, *_ = output
     ctx.set_materialize_grads(False)
-    ctx.mark_non_differentiable(row_state, residual)
-    ctx.save_for_backward(x, keys, values, log_sigma, lengths, y, row_state, residual)
-    ctx.options = options  # before, after, centred, eps
+    ctx.mark_non_differentiable(*output[1:3])  # row_state and residual
+    ctx.save_for_backward(*inputs[:5], *output[:3])
+    ctx.options = inputs[5:9]  # before, after, centred, eps
 
 
 def _differentiate(ctx, grad_y, *_):
@@ -202,7 +159,7 @@ def _differentiate(ctx, grad_y, *_):
     route = call.backward if plain else attend_backward
     dx, dlog_sigma, *gradients = route(grad_y, *saved, *ctx.options)
     dkeys, dvalues = (None if t is None else gradient for t, gradient in zip(saved[1:3], gradients, strict=True))
-    return dx, dkeys, dvalues, dlog_sigma, None, None, None, None, None, None
+    return dx, dkeys, dvalues, dlog_sigma, *[None] * 6
 
 
 def _refuse(ctx, *grads):

@@ -18,7 +18,7 @@ def is_plain(*tensors: torch.Tensor | None) -> bool:
     return not watched and all(t is None or (type(t) in PLAIN and not t.is_neg()) for t in tensors)
 
 
-def operator(name: str) -> Callable:
+def operator(name: str, schema: str) -> Callable:
     """Register a function as operator gka::name_vN, for CPU tensors: torch.library.custom_op without its checks, which
     take as long as a small kernel.
 
@@ -26,10 +26,9 @@ def operator(name: str) -> Callable:
     on to expect what it was.
     """
     name = f"{name}_v{REVISION}"
+    torch.library.define(f"gka::{name}", schema, tags=(torch.Tag.pt2_compliant_tag,))
 
     def register(function: Callable):
-        schema = torch.library.infer_schema(function, mutates_args=())
-        torch.library.define(f"gka::{name}", schema, tags=(torch.Tag.pt2_compliant_tag,))
         torch.library.impl(f"gka::{name}", "CPU", function)
         return getattr(torch.ops.gka, name).default
 

@@ -6,7 +6,6 @@ import triton
 from gka.impl.triton.backward import gka_keys_kernel, gka_queries_kernel, gka_rows_kernel, gka_symmetric_kernel
 from gka.impl.triton.configs import Config, table_of
 from gka.impl.triton.forward import gka_forward_kernel, gka_merge_kernel, gka_norm_kernel
-from gka.impl.triton.shapes import gradients_like, output_like
 from gka.impl.triton.tiles import NORM_COMPUTED, NORM_CONSTANT, NORM_LOADED
 
 # From here on a kernel of its own computes the norms: on an H200 that made 256 tokens about a fifth faster, and 197 a
@@ -17,11 +16,11 @@ MIN_SPLIT = 256  # keys that a program of its own is worth
 
 
 def forward(
-    x, keys, values, log_sigma, lengths, before: int, after: int, constant_norm: bool, eps: float, bound: float
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """What `gka::attend` returns."""
+    x, keys, values, log_sigma, lengths, before: int, after: int, constant_norm: bool, eps: float, bound: float, results
+) -> None:
+    """Write the results of `op.attend`."""
     own_keys, own_values = keys is None, values is None
-    y, level, norm = output_like(x, keys, constant_norm)
+    y, level, norm = results
     batch, length, heads, head_dim = x.shape
     keys = x if own_keys else keys
     values = keys if own_values else values
@@ -52,14 +51,13 @@ def forward(
     if splits > 1:
         sizes = dict(D=head_dim, BLOCK_D=shape["BLOCK_D"])
         gka_merge_kernel[(batch * heads * length,)](partial, y, level, heads, length, splits, **sizes)
-    return y, level, norm
 
 
 def backward(
-    grad_y, x, keys, values, log_sigma, lengths, y, level, norm, before, after, constant_norm: bool, bound: float
-) -> list[torch.Tensor]:
-    """What `gka::attend_backward` returns."""
-    gradients = gradients_like(x, keys, values, log_sigma)
+    grad_y, x, keys, values, log_sigma, lengths, y, level, norm, before, after, constant_norm: bool, bound: float,
+    gradients: list[torch.Tensor],
+) -> None:  # fmt: skip
+    """Write the gradients of `op.attend_backward`."""
     grad_y = grad_y.contiguous()
     batch, length, heads, head_dim = x.shape
     own_keys, own_values = keys is None, values is None
@@ -104,7 +102,6 @@ def backward(
             num_keys, before, after, CONSTANT=constant_norm, OWN_KEYS=own_keys, OWN_VALUES=own_values,
             **masked, **_tiles(config), **shape)  # fmt: skip
     torch.sum(dls, dim=1, out=dlog_sigma)
-    return gradients
 
 
 def block_of(size: int) -> int:

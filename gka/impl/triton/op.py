@@ -11,7 +11,6 @@ import os
 import torch
 
 from gka.bandwidth import LOG_SIGMA_BOUND
-from gka.impl.triton.shapes import gradients_like, output_like
 from gka.request import GaussianRequest, Serves
 
 INSTALLED = importlib.util.find_spec("triton") is not None
@@ -67,18 +66,27 @@ def _addressable(t: torch.Tensor) -> torch.Tensor:
     return t if t.stride(-1) == 1 and t.shape[1] * t.stride(1) < LARGEST_OFFSET else t.contiguous()
 
 
-@torch.library.custom_op("gka::attend", mutates_args=())
-def attend(
-    x: torch.Tensor,
-    keys: torch.Tensor | None,
-    values: torch.Tensor | None,
-    log_sigma: torch.Tensor,
-    lengths: torch.Tensor | None,
-    before: int,
-    after: int,
-    constant_norm: bool,
-    eps: float,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def output_like(x: torch.Tensor, keys: torch.Tensor | None, constant_norm: bool):
+    """(y, level, norm) of `attend`, not yet written."""
+    batch, length, heads, _ = x.shape
+    level = x.new_empty((batch, heads, length), dtype=torch.float32)
+    norm = x.new_empty((0,) if constant_norm or keys is not None else level.shape, dtype=torch.float32)
+    return x.new_empty(x.shape), level, norm
+
+
+def gradients_like(x, keys, values, log_sigma) -> list[torch.Tensor]:
+    """What `attend_backward` returns, not yet written."""
+    gradients = [t.new_empty(t.shape) for t in (keys, values) if t is not None]
+    return [x.new_empty(x.shape), torch.empty_like(log_sigma), *gradients]
+
+
+@torch.library.custom_op(
+    "gka::attend",
+    mutates_args=(),
+    schema="(Tensor x, Tensor? keys, Tensor? values, Tensor log_sigma, Tensor? lengths, SymInt before, SymInt after, "
+    "bool constant_norm, float eps) -> (Tensor, Tensor, Tensor)",
+)
+def attend(x, keys, values, log_sigma, lengths, before, after, constant_norm, eps):
     """(y, level, norm): y (B, Tq, H, D); log2 of the row sums (B, H, Tq); squared norms (B, H, T), empty if keys are
     foreign or norms constant.
 
@@ -87,8 +95,10 @@ def attend(
     """
     from gka.impl.triton.launch import forward
 
+    results = output_like(x, keys, constant_norm)
     with torch.cuda.device_of(x):
-        return forward(x, keys, values, log_sigma, lengths, before, after, constant_norm, eps, LOG_SIGMA_BOUND)
+        forward(x, keys, values, log_sigma, lengths, before, after, constant_norm, eps, LOG_SIGMA_BOUND, results)
+    return results
 
 
 @attend.register_fake
@@ -96,40 +106,32 @@ def _(x, keys, values, log_sigma, lengths, before, after, constant_norm, eps):
     return output_like(x, keys, constant_norm)
 
 
-@torch.library.custom_op("gka::attend_backward", mutates_args=())
-def attend_backward(
-    grad_y: torch.Tensor,
-    x: torch.Tensor,
-    keys: torch.Tensor | None,
-    values: torch.Tensor | None,
-    log_sigma: torch.Tensor,
-    lengths: torch.Tensor | None,
-    y: torch.Tensor,
-    level: torch.Tensor,
-    norm: torch.Tensor,
-    before: int,
-    after: int,
-    constant_norm: bool,
-) -> list[torch.Tensor]:
+@torch.library.custom_op(
+    "gka::attend_backward",
+    mutates_args=(),
+    schema="(Tensor grad_y, Tensor x, Tensor? keys, Tensor? values, Tensor log_sigma, Tensor? lengths, Tensor y, "
+    "Tensor level, Tensor norm, SymInt before, SymInt after, bool constant_norm) -> Tensor[]",
+)
+def attend_backward(grad_y, x, *inputs):
     """[dx, dlog_sigma] and, if they are not x, dkeys, dvalues."""
     from gka.impl.triton.launch import backward
 
-    limits = before, after, constant_norm, LOG_SIGMA_BOUND
+    gradients = gradients_like(x, *inputs[:3])
     with torch.cuda.device_of(x):
-        return backward(grad_y, x, keys, values, log_sigma, lengths, y, level, norm, *limits)
+        backward(grad_y, x, *inputs, LOG_SIGMA_BOUND, gradients)
+    return gradients
 
 
 @attend_backward.register_fake
-def _(grad_y, x, keys, values, log_sigma, lengths, y, level, norm, before, after, constant_norm):
+def _(grad_y, x, keys, values, log_sigma, *_):
     return gradients_like(x, keys, values, log_sigma)
 
 
 def _save(ctx, inputs, output):
-    x, keys, values, log_sigma, lengths, before, after, constant_norm, _ = inputs
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(*output[1:])
-    ctx.save_for_backward(x, keys, values, log_sigma, lengths, *output)
-    ctx.limits = (before, after, constant_norm)
+    ctx.save_for_backward(*inputs[:5], *output)
+    ctx.limits = inputs[5:8]  # before, after, constant_norm
 
 
 def _differentiate(ctx, grad_y, grad_level, grad_norm):
@@ -139,7 +141,7 @@ def _differentiate(ctx, grad_y, grad_level, grad_norm):
     dx, dlog_sigma, *gradients = attend_backward(grad_y, *saved, *ctx.limits)
     gradients = iter(gradients)
     dkeys, dvalues = (None if t is None else next(gradients) for t in saved[1:3])
-    return dx, dkeys, dvalues, dlog_sigma, None, None, None, None, None
+    return dx, dkeys, dvalues, dlog_sigma, *[None] * 5
 
 
 def _refuse(ctx, *grads):
