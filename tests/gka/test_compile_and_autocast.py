@@ -13,7 +13,7 @@ from gka.dispatch import BASELINES
 from gka.impl import flex
 from gka.masking import Mask
 from gka.testing import make_log_sigma
-from operator_cases import IMPLS, check
+from operator_cases import IMPLS, TRITON, check
 
 
 @pytest.mark.parametrize("impl", [*BASELINES, "auto"])
@@ -30,14 +30,21 @@ def test_the_baseline_compiles_without_graph_breaks(impl):
 @pytest.mark.parametrize("impl", IMPLS)
 @pytest.mark.parametrize("constant_norm", [False, True])
 def test_compiles_without_graph_breaks(constant_norm, impl):
-    x, log_sigma = testing.make_features("normal", (1, 24, 2, 16)), torch.zeros(2)
+    learns = impl != "flex"  # it has no gradients on CPUs
+    leaves = (
+        testing.make_features("normal", (1, 24, 2, 16)).requires_grad_(learns),
+        torch.zeros(2, requires_grad=learns),
+    )
     torch._dynamo.reset()  # one function compiles eight times at most
 
     def function(x, log_sigma):
         return gaussian_attention(x, log_sigma, causal=True, window=7, constant_norm=constant_norm, impl=impl)
 
-    compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
-    torch.testing.assert_close(compiled(x, log_sigma), function(x, log_sigma))
+    results = []
+    for each in (torch.compile(function, fullgraph=True, backend="aot_eager"), function):
+        y = each(*leaves)
+        results.append([y, *(torch.autograd.grad(y.square().sum(), leaves) if learns else ())])
+    torch.testing.assert_close(*results)
 
 
 def test_a_graph_does_not_ask_whether_a_device_has_autocast(monkeypatch):
@@ -99,13 +106,16 @@ def test_flex_masks_first_used_in_inference_mode_can_be_saved_for_training():
     assert not any(t.is_inference() for t in tensors)
 
 
-def test_autocast_takes_its_dtype_and_keeps_the_float32_norms():
+@pytest.mark.parametrize(
+    "impl,dtype", [("sdpa", torch.bfloat16), pytest.param("triton", torch.float16, marks=TRITON.marks)]
+)
+def test_autocast_takes_its_dtype_and_keeps_the_float32_norms(impl, dtype):
     x, log_sigma = testing.make_features("x10", (2, 63, 2, 32)), make_log_sigma(2, 32)
-    with torch.autocast("cpu", torch.bfloat16):
-        got = gaussian_attention(x, log_sigma, impl="sdpa")
-    assert got.dtype == torch.bfloat16
-    want = gaussian_attention(x.bfloat16().double(), log_sigma.double(), impl="reference")
-    assert testing.error(got, want) <= 2 * torch.finfo(torch.bfloat16).eps
+    with torch.autocast("cpu", dtype):
+        got = gaussian_attention(x, log_sigma, impl=impl)
+    assert got.dtype == dtype
+    want = gaussian_attention(x.to(dtype).double(), log_sigma.double(), impl="reference")
+    assert testing.error(got, want) <= 2 * torch.finfo(dtype).eps
 
 
 def test_autocast_accepts_mixed_dtypes():

@@ -66,50 +66,34 @@ def test_two_processes_build_once_and_later_ones_load(tmp_path):
     assert len(list(cache.iterdir())) == 2  # the library and the lock: nothing half-made
 
 
-@pytest.mark.parametrize(
-    "script,words",
-    [
-        (
-            "printf 'in a.h:\\na.h:1: error: unit\\351 inconnue\\n' >&2; exit 3",
-            "failed with exit code 3: a.h:1: error: ",
-        ),
-        ('case "$*" in *--version*) ;; *) exit 1;; esac', "failed with exit code 1"),
-    ],
-    ids=["at once, in Latin-1", "while compiling"],
-)
-def test_a_broken_compiler_is_quoted_and_sdpa_takes_over(tmp_path, script, words):
-    lines, log = ask(tmp_path / "cache", CXX=wrapper(tmp_path, script + "\n"))
-    assert lines[0] == "sdpa 9" and 'impl="cpu" is unavailable: ' in lines[1] and words in "\n".join(lines)
-    assert log.count('impl="auto" takes sdpa: ') == 1 and words in log.splitlines()[-1]
+LATIN = "printf 'in a.h:\\na.h:1: error: unit\\351 inconnue\\n' >&2; exit 3"
+REFUSALS = [  # variables, or a compiler's script, and the reason
+    (LATIN, "failed with exit code 3: a.h:1: error: "),
+    ('case "$*" in *--version*) ;; *) exit 1;; esac', "failed with exit code 1"),
+    (dict(PATH="/nowhere"), "no C++ compiler was found (CXX, g++, c++, clang++); install one, such as g++"),
+    (dict(CXX="/nope/g++ -pipe"), "CXX=/nope/g++ -pipe names a compiler that is not there, /nope/g++"),
+    (dict(CXX='g++ "'), 'CXX=g++ " is not a command: No closing quotation'),
+    ({build.FOLDER: "/dev/null/cache"}, f"{build.FOLDER} chooses another folder"),
+    ({build.SWITCH: "0"}, f"turned off by {build.SWITCH}=0"),  # which is not logged
+]
+
+
+@pytest.mark.parametrize("variables,reason", REFUSALS, ids=[reason[:30] for _, reason in REFUSALS])
+def test_without_the_kernel_sdpa_takes_over_and_one_line_says_why(tmp_path, variables, reason):
+    variables = dict(CXX=wrapper(tmp_path, f"{variables}\n")) if isinstance(variables, str) else variables
+    lines, log = ask(tmp_path / "cache", **variables)
+    assert lines[0] == "sdpa 9" and 'impl="cpu" is unavailable: ' in lines[1] and reason in "\n".join(lines)
+    logged = build.SWITCH not in variables
+    assert log.count('impl="auto" takes sdpa: ') == logged and (reason in log.splitlines()[-1] if logged else not log)
     assert not list(tmp_path.glob("cache/building-*"))
 
 
-@pytest.mark.parametrize(
-    "variables,reason",
-    [
-        (dict(PATH="/nowhere"), "no C++ compiler was found (CXX, g++, c++, clang++); install one, such as g++"),
-        (dict(CXX="/nope/g++ -pipe"), "CXX=/nope/g++ -pipe names a compiler that is not there, /nope/g++"),
-        (dict(CXX='g++ "'), 'CXX=g++ " is not a command: No closing quotation'),
-        ({build.SWITCH: "0"}, f"turned off by {build.SWITCH}=0"),  # which is not logged
-    ],
-)
-def test_without_the_kernel_sdpa_takes_over_and_one_line_says_why(tmp_path, variables, reason):
-    lines, log = ask(tmp_path / "cache", **variables)
-    assert lines == ["sdpa 9", f'impl="cpu" is unavailable: {reason}; use impl="auto"']
-    assert log == ("" if build.SWITCH in variables else f'gka: impl="auto" takes sdpa: {reason}\n')
+AS_ROOT = pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
+FOLDERS = [(0o700, None, True), (0o755, None, True), (0o775, None, False), (0o1777, None, False)]
 
 
 @needs_compiler
-@pytest.mark.parametrize(
-    "mode,owner,private",
-    [
-        (0o700, None, True),
-        (0o755, None, True),
-        (0o775, None, False),
-        (0o1777, None, False),
-        pytest.param(0o755, 54321, False, marks=pytest.mark.skipif(os.geteuid() != 0, reason="needs root")),
-    ],
-)
+@pytest.mark.parametrize("mode,owner,private", [*FOLDERS, pytest.param(0o755, 54321, False, marks=AS_ROOT)])
 def test_the_cache_is_a_folder_of_this_user_to_which_nobody_else_writes(tmp_path, monkeypatch, mode, owner, private):
     """Otherwise the process compiles into a temporary folder, says so in one line, and leaves nothing in either."""
     cache, temporary = made(tmp_path / "cache"), made(tmp_path / "temporary")
@@ -134,13 +118,6 @@ def test_a_new_cache_folder_is_private_whatever_the_umask(tmp_path, monkeypatch)
     assert stat.S_IMODE((tmp_path / "new").stat().st_mode) == 0o700
 
 
-@pytest.mark.skipif(COMPILER is None, reason="no compiler")
-def test_a_folder_that_cannot_be_written_is_named(tmp_path):
-    (tmp_path / "file").write_text("")
-    lines, _ = ask(tmp_path / "file" / "cache")
-    assert lines[0] == "sdpa 9" and "Not a directory" in lines[1] and f"{build.FOLDER} chooses another" in lines[1]
-
-
 @needs_compiler
 @pytest.mark.parametrize("damage", [lambda text: b"damaged", lambda text: text[: len(text) // 2]], ids=["text", "half"])
 def test_a_damaged_library_is_named_and_not_loaded(tmp_path, damage):
@@ -156,16 +133,6 @@ def test_a_damaged_library_is_named_and_not_loaded(tmp_path, damage):
     assert lines[0] == "sdpa 9" and f"{path} is damaged; remove it" in lines[1] and path.read_bytes() == before
 
 
-@pytest.mark.skipif(COMPILER is None, reason="no compiler")
-def test_a_user_without_a_home_folder_is_told_of_the_setting(monkeypatch):
-    """As a container's may be."""
-    for name in ("HOME", "XDG_CACHE_HOME", build.FOLDER):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr("pwd.getpwuid", {}.__getitem__)
-    monkeypatch.setattr(build, "_outcome", None)
-    assert build.obstacle() == f"Could not determine home directory; {build.FOLDER} chooses another folder"
-
-
 def test_a_compiler_that_hangs_is_ended_with_its_children(tmp_path, monkeypatch):
     script = f'case "$*" in *--version*) exit;; esac\nsleep 600 & echo $! >> {tmp_path}/children\nwait\n'
     monkeypatch.setenv("CXX", wrapper(tmp_path, script))
@@ -178,28 +145,35 @@ def test_a_compiler_that_hangs_is_ended_with_its_children(tmp_path, monkeypatch)
 
 
 def test_what_decides_the_library_is_in_its_name(monkeypatch, tmp_path):
-    monkeypatch.setattr(build, "_run", lambda command, seconds: "a compiler 1.0")
+    monkeypatch.setattr(build, "_run", lambda commands, seconds: "a compiler 1.0")
     (tmp_path / "a.cpp").write_text("int a;")
     monkeypatch.setattr(build, "SOURCE", tmp_path)
     names = {build._digest(["g++", "-O3"], ["g++"]), build._digest(["g++", "-O2"], ["g++"])}
     (tmp_path / "a.cpp").write_text("int b;")
     names.add(build._digest(["g++", "-O3"], ["g++"]))
-    monkeypatch.setattr(build, "_run", lambda command, seconds: "a compiler 2.0")
+    monkeypatch.setattr(build, "_run", lambda commands, seconds: "a compiler 2.0")
     names.add(build._digest(["g++", "-O3"], ["g++"]))
     assert len(names) == 4
     assert not any("native" in flag for flags in (build.FLAGS, *build.INSTRUCTIONS.values()) for flag in flags)
 
 
-def test_the_cache_folder_can_be_chosen(monkeypatch, tmp_path):
-    monkeypatch.delenv(build.FOLDER, raising=False)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert build.cache_folder() == tmp_path / "gka"
-    monkeypatch.setenv(build.FOLDER, str(tmp_path / "here"))
-    assert build.cache_folder() == tmp_path / "here"
-    monkeypatch.delenv(build.FOLDER)
-    monkeypatch.delenv("XDG_CACHE_HOME")
-    monkeypatch.setenv("HOME", str(tmp_path))
-    assert build.cache_folder() == tmp_path / ".cache" / "gka"
+PLACES = {build.FOLDER: "here", "XDG_CACHE_HOME": "caches", "HOME": "home"}
+
+
+@pytest.mark.parametrize("first,folder", zip((*PLACES, None), ("here", "caches/gka", "home/.cache/gka", None)))
+def test_the_cache_folder_can_be_chosen(monkeypatch, tmp_path, first, folder):
+    """By the first of three variables that is set. A user may have no home folder, as in a container."""
+    names = list(PLACES)
+    for name in names:
+        monkeypatch.delenv(name, raising=False)
+    for name in names[names.index(first) :] if first else ():
+        monkeypatch.setenv(name, str(tmp_path / PLACES[name]))
+    if first:
+        assert build.cache_folder() == tmp_path / folder
+    else:
+        monkeypatch.setattr("pwd.getpwuid", {}.__getitem__)
+        monkeypatch.setattr(build, "_outcome", None)
+        assert build.obstacle() == f"Could not determine home directory; {build.FOLDER} chooses another folder"
 
 
 def test_a_child_forked_while_a_thread_builds_does_not_wait_for_it():

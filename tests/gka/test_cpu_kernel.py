@@ -23,25 +23,10 @@ pytestmark = pytest.mark.skipif(build.obstacle() is not None, reason=str(build.o
 # No window or length is a multiple of a tile: 16 x 16 units, 48 queries side by side, blocks of 192; in bfloat16 blocks
 # of 32 x 32, and more than 256 keys are mixed in two chunks.
 MASKS = [(False, None), (True, None), (True, 21), (False, 9), (True, 0), (False, 0), (True, 117), (False, 77)]
-SHAPES = [
-    (2, 1, 2, 16),
-    (1, 7, 1, 1),
-    (2, 33, 2, 20),
-    (1, 250, 1, 80),
-    (1, 321, 1, 8),
-    (1, 401, 1, 8),
-    (1, 197, 1, 128),
-]
-SIZES = [
-    (1, 1, 8),
-    (9, 21, 16),
-    (33, 33, 80),
-    (31, 96, 20),
-    (50, 50, 20),
-    (290, 301, 8),
-    (100, 301, 64),
-    (64, 130, 128),
-]
+SHAPES = [(2, 1, 2, 16), (1, 7, 1, 1), (2, 33, 2, 20), (1, 250, 1, 80)]
+SHAPES += [(1, 321, 1, 8), (1, 401, 1, 8), (1, 197, 1, 128)]
+SIZES = [(1, 1, 8), (9, 21, 16), (33, 33, 80), (31, 96, 20), (50, 50, 20)]  # queries, keys, channels
+SIZES += [(290, 301, 8), (100, 301, 64), (64, 130, 128)]
 attend = partial(gaussian_attention, impl="cpu")
 VALUES = pytest.mark.parametrize("with_values", [False, True], ids=["own", "values"])
 
@@ -245,22 +230,6 @@ def test_split_heads_keep_to_the_budget(threads, count, causal, window):
     testing.check(route(mask), foreign(2, 900, 16, mask, with_values=False, with_gradients=False))
 
 
-def test_strided_and_expanded_tensors_are_read_where_they_are(dtype):
-    tensor, log_sigma = make_features("normal", (2, 16, 64, 3), dtype), make_log_sigma(3, 16)
-    x = tensor.permute(0, 2, 3, 1)[:, ::2]  # channels apart, every other token
-    for each in (x, tensor.permute(0, 3, 2, 1).transpose(1, 2)[:, :32], torch._neg_view(x)):
-        assert torch.equal(attend(each, log_sigma), attend(each.contiguous(), log_sigma))
-    cache = make_features("normal", (1, 120, 6, 32), dtype)
-    views = cache[:, 40::2, :2], cache[:, ::2, 2:4], cache[:, 1::2, 4:]
-    got, want = (
-        gradients(a, torch.zeros(2), b, c, causal=True) for a, b, c in (views, [t.contiguous() for t in views])
-    )
-    assert equal(got, want)
-    leaf = x.detach().requires_grad_()
-    attend(leaf, log_sigma).sum().backward()  # its gradient is one number, expanded
-    assert leaf.grad.isfinite().all()
-
-
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 @pytest.mark.parametrize("which", ["own", "x", "keys", "values"])
 def test_nan_and_infinity_show_and_do_not_leak_into_other_heads(dtype, which, bad):
@@ -325,25 +294,14 @@ def test_a_forked_process_computes_although_it_lost_the_threads(threads):
 def test_what_has_no_kernel_of_its_own_is_computed_in_float32(dtype, monkeypatch):
     """float16, and all without products of bfloat16: as if the caller had converted, y and gradients rounded once."""
     monkeypatch.setattr(call, "has_bfloat16", lambda: False)
-    x, keys, values = (make_features("normal", (1, 40, 2, 20), dtype, seed) for seed in (0, 1, 2))
-    log_sigma, few = make_log_sigma(2, 20), x[:, :1]
-    for query, options in [(x, {}), (x, dict(values=values)), (x, dict(keys=keys)), (few, dict(keys=keys))]:
-        assert select_impl(query, log_sigma=log_sigma, **options) == "cpu"
-        got, want = attend(query, log_sigma, **options), attend(query.float(), log_sigma, **_single(options))
-        assert got.dtype == dtype and torch.equal(got, want.to(dtype))
-        got, want = (_learned(q, log_sigma, case) for q, case in ((query, options), (query.float(), _single(options))))
-        assert equal(got, [t.to(g.dtype) for t, g in zip(want, got, strict=True)])
-
-
-def _single(options):
-    return {name: t.float() for name, t in options.items()}
-
-
-def _learned(x, log_sigma, options):
-    """The gradients of the sum of y, which rounding y does not change."""
-    leaves = [t.detach().requires_grad_() for t in (x, log_sigma, *options.values())]
-    y = attend(*leaves[:2], **dict(zip(options, leaves[2:])))
-    return torch.autograd.grad(y.float().sum(), leaves)
+    for queries, keys, values in [(40, 0, 0), (40, 0, 40), (40, 40, 0), (1, 40, 0)]:
+        sizes = dict(x=queries, keys=keys, values=values, grad_y=queries)
+        tensors = {name: make_features("normal", (1, n, 2, 20), dtype, n) for name, n in sizes.items() if n}
+        trained = Problem(log_sigma=make_log_sigma(2, 20), **tensors)
+        for case in (trained, replace(trained, grad_y=None)):
+            assert select_impl(case.x, keys=case.keys, values=case.values) == "cpu"
+            got, want = (testing.run(attend, each).named() for each in (case, case.map(torch.Tensor.float)))
+            assert all(torch.equal(t, want[name].to(t.dtype)) for name, t in got.items()) and got["y"].dtype == dtype
 
 
 def test_what_it_cannot_serve_is_said_once_and_goes_to_sdpa(caplog):

@@ -68,26 +68,22 @@ def test_norms_from_a_kernel_of_their_own(tokens, monkeypatch):
     check("triton", (1, 300, 1, 16), causal=True, with_values=True)
 
 
-@settings(max_examples=12)
-@given(
-    st.integers(1, 90),
-    st.booleans(),
-    st.none() | st.integers(0, 95),
-    st.sampled_from([16, 32]),
-    st.sampled_from([16, 32]),
-    st.booleans(),
+ANY_TILES = dict(
+    causal=st.booleans(),
+    window=st.none() | st.integers(0, 95),
+    rows=st.sampled_from([16, 32]),
+    columns=st.sampled_from([16, 32]),
+    with_values=st.booleans(),
+    constant_norm=st.booleans(),
 )
-def test_any_mask_with_any_tiles(length, causal, window, rows, columns, with_values):
+
+
+@settings(max_examples=12)
+@given(length=st.integers(1, 90), **ANY_TILES)
+def test_any_mask_with_any_tiles(length, rows, columns, **options):
     """Windows and diagonals that start, end and vanish inside, between and at the edges of tiles."""
     with tiles(rows, columns):
-        check(
-            "triton",
-            (1, length, 1, 16),
-            causal=causal,
-            window=window,
-            with_values=with_values,
-            constant_norm=length % 2 == 0,
-        )
+        check("triton", (1, length, 1, 16), **options)
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -100,68 +96,30 @@ def test_eps_is_exact(causal):
 
 @pytest.mark.parametrize("constant_norm", [False, True], ids=["general", "constant"])
 @pytest.mark.parametrize("queries,keys,causal,window", [(1, 700, True, None), (1, 700, True, 300), (5, 600, True, 70),
-(16, 600, False, None), (3, 40, True, None), (40, 90, True, 20), (40, 90, False, None)])  # fmt: skip
+(16, 600, False, None), (3, 40, True, None), (50, 90, True, 20), (50, 90, False, None)])  # fmt: skip
 def test_foreign_keys(queries, keys, causal, window, constant_norm):
-    """Decoding: few queries split the keys over programs. Far from every key, where all affinities underflow, too."""
-    kind = "unit_norm" if constant_norm else "normal"
-    x, k, v = (features(kind, (2, n, 2, 32), seed=n) for n in (queries, keys, keys))
-    x = x if constant_norm else x + 30
-    log_sigma = torch.tensor([-1.0, 1.1], device=DEVICE)
+    """Decoding: few queries split the keys over programs. Far from every key, where all affinities underflow, too. With
+    a constant norm, that of a normalisation in front, all gradients, as head offsets train.
+    """
+    x, k, v, grad_y = (features("normal", (2, n, 2, 32), seed=n) for n in (queries, keys, keys + 1, queries + 2))
+    problem = Problem(x if constant_norm else x + 30, torch.tensor([-1.0, 1.1], device=DEVICE), keys=k)
+    if constant_norm:
+        norm = partial(nn.functional.rms_norm, normalized_shape=(32,))
+        problem = replace(problem, log_sigma=make_log_sigma(2, 32, DEVICE), front=norm, grad_y=grad_y[:, :queries])
     short = torch.tensor([keys - (window or 200 % keys) - 2, 0], device=DEVICE)  # a window leaves the last without keys
-    for values, lengths in ((None, None), (v, None), (v, short)):
-        options = dict(causal=causal, window=window, lengths=lengths)
-        got = gaussian_attention(
-            x, log_sigma, keys=k, values=values, constant_norm=constant_norm, impl="triton", **options
-        )
-        doubles = [None if t is None else t.double() for t in (k, values)]
-        want = gaussian_attention(
-            x.double(), log_sigma.double(), keys=doubles[0], values=doubles[1], impl="reference", **options
-        )
-        floor = testing.exponent_ulp(Problem(x, log_sigma, keys=k))
-        assert (got.double() - want).norm() <= floor * want.norm()
-        assert not got[(want == 0).all(-1)].any()
-
-
-@pytest.mark.parametrize("padded", [False, True], ids=["whole", "padded"])
-@pytest.mark.parametrize("causal,window", [(True, None), (True, 30), (False, None)])
-@pytest.mark.parametrize("with_values", [False, True])
-@pytest.mark.parametrize("num_queries,num_keys", [(50, 90), (3, 700)], ids=["many", "split"])
-def test_gradients_of_foreign_keys(num_queries, num_keys, causal, window, with_values, padded):
-    """As head offsets train. The constant norm is that of a normalisation in front, through which the gradients go."""
-
-    def gradients(dtype, **options):
-        raw = [
-            features("normal", (3 if padded else 2, n, 2, 32), seed=n).to(dtype).requires_grad_()
-            for n in (num_queries, num_keys, num_keys + 1)
-        ]
-        log_sigma = make_log_sigma(2, 32, DEVICE).to(torch.promote_types(dtype, torch.float32)).requires_grad_()
-        x, keys = (nn.functional.rms_norm(t, (32,)) for t in raw[:2])
-        values = raw[2][:, :num_keys] if with_values else None
-        options |= dict(causal=causal, window=window)
-        if padded:  # with the window, some queries of the first see no key, or, where they are few, none does
-            options["lengths"] = torch.tensor([num_keys - 40, 0, 1], device=DEVICE)
-        y = gaussian_attention(x, log_sigma, keys=keys, values=values, **options)
-        y.backward(features("normal", y.shape, seed=4).to(dtype))
-        return [t.grad for t in (*raw[: 3 if with_values else 2], log_sigma)]
-
-    for got, want in zip(
-        gradients(torch.float32, constant_norm=True, impl="triton"),
-        gradients(torch.float64, impl="reference"),
-        strict=True,
-    ):
-        assert (got.double() - want).norm() <= 100 * torch.finfo(torch.float32).eps * want.norm()
+    for values, lengths in ((None, None), (v[:, :keys], None), (v[:, :keys], short)):
+        case, route = replace(problem, values=values), partial(gaussian_attention, causal=causal, window=window)
+        route = partial(route, lengths=lengths)
+        got = testing.run(partial(route, constant_norm=constant_norm, impl="triton"), case).named()
+        want = testing.run(partial(route, impl="reference"), case.double()).named()
+        for name, t in got.items():
+            floor = testing.exponent_ulp(case.behind_front()) if name == "y" else 100 * torch.finfo(t.dtype).eps
+            assert (t.double() - want[name]).norm() <= floor * want[name].norm(), name
+        assert not got["y"][(want["y"] == 0).all(-1)].any()
 
 
 @settings(max_examples=10)
-@given(
-    st.lists(st.integers(0, 50), min_size=1, max_size=2),
-    st.booleans(),
-    st.none() | st.integers(0, 55),
-    st.sampled_from([16, 32]),
-    st.sampled_from([16, 32]),
-    st.booleans(),
-    st.booleans(),
-)
+@given(lengths=st.lists(st.integers(0, 50), min_size=1, max_size=2), **ANY_TILES)
 def test_any_lengths_with_any_tiles(lengths, causal, window, rows, columns, with_values, constant_norm):
     """Against the reference in float64; padding is NaN where no norm in front takes it."""
     shape, norm = (len(lengths), 50, 1, 16), partial(nn.functional.rms_norm, normalized_shape=(16,))
@@ -188,9 +146,8 @@ def test_a_clamped_bandwidth_learns_nothing():
     torch.testing.assert_close(got.y.double(), want.y, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("dtype,causal,with_values", [(torch.float32, False, False), (torch.float32, True, True),
-                                                      (torch.float16, False, False), (torch.float16, True,
-                                                      False)])  # fmt: skip
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("causal,with_values", [(False, False), (True, True)])
 def test_bandwidths_too_small_for_float32(dtype, causal, with_values):
     """|x|^2 / sigma^2 around 1e9: rounding loses K_ii = 1, and rows come back as what they are in the limit;
     gradients stay finite.

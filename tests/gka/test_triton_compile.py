@@ -51,17 +51,16 @@ def test_every_shipped_configuration_fits_its_device():
     assert got[1:] == golden[1:] or not golden[0].startswith(VERSION)
 
 
-def test_a_configuration_that_breaks_a_limit_is_named():
-    """Spills, too much shared memory, no tensor cores, no asynchronous copies: each is said."""
-    build = shipped()[0]
-    for resources, reason in (
-        (Resources(255, 100, 1000, {"HMMA": 8, "LDGSTS": 4}), "spills 100 bytes per thread"),
-        (
-            Resources(255, 0, 200_000, {"HMMA": 8, "LDGSTS": 4}),
-            "needs 200000 bytes of shared memory, the device has 166912",
-        ),
-        (Resources(255, 0, 1000, {"LDGSTS": 4}), "has no HMMA: no tensor cores"),
-        (Resources(255, 0, 1000, {"HMMA": 8}), "has no LDGSTS: copies are not asynchronous"),
-    ):
-        assert resources.broken(build) == [reason]
-    assert Resources(255, 0, 1000, {"HMMA": 8, "LDGSTS": 4}).broken(build) == []
+FITS = dict(registers=255, stack=0, shared=1000, instructions={"HMMA": 8, "LDGSTS": 4})
+BROKEN = [  # what differs, and what is said of it
+    (dict(), []),
+    (dict(stack=100), ["spills 100 bytes per thread"]),
+    (dict(shared=200_000), ["needs 200000 bytes of shared memory, the device has 166912"]),
+    (dict(instructions={"LDGSTS": 4}), ["has no HMMA: no tensor cores"]),
+    (dict(instructions={"HMMA": 8}), ["has no LDGSTS: copies are not asynchronous"]),
+]
+
+
+@pytest.mark.parametrize("change,reasons", BROKEN, ids=str)
+def test_a_configuration_that_breaks_a_limit_is_named(change, reasons):
+    assert Resources(**{**FITS, **change}).broken(shipped()[0]) == reasons

@@ -1,7 +1,7 @@
 """What only a GPU can show of the Triton kernels: real sizes, bfloat16, every shipped configuration, races, CUDA
 graphs, speed of the first call.
 
-test_triton_accuracy.py, test_triton_memory.py, test_triton_op.py and test_triton_training.py run their cases on the GPU
+test_triton_accuracy.py, test_memory.py, test_triton_op.py and test_triton_training.py run their cases on the GPU
 too, where there is one.
 """
 

@@ -23,23 +23,23 @@ STEPS = [6, pytest.param(200, marks=LONG)]
 pytestmark = pytest.mark.filterwarnings("ignore:(divide by zero|invalid value|overflow) encountered:RuntimeWarning")
 
 
-def train(model, batches, lr: float) -> torch.Tensor:
-    """The loss of every step."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr)
-    losses = []
-    for inputs, targets in batches:
-        losses.append(model(inputs, targets))
-        optimizer.zero_grad()
-        losses[-1].backward()
-        optimizer.step()
-    return torch.stack(losses).detach().cpu()
-
-
-def assert_same(fused: torch.Tensor, reference: torch.Tensor):
-    """Float32 rounding is all that differs.
+def check(model_of, batches, lr: float) -> None:
+    """The losses of every step are equal but for float32's rounding.
 
     Every batch is new: training on few again and again would magnify rounding without bound.
     """
+    curves = []
+    for impl in ("triton", "reference"):
+        torch.manual_seed(1)
+        parameters, loss_of = model_of(impl)
+        optimizer, losses = torch.optim.AdamW(parameters, lr), []
+        for batch in batches:
+            losses.append(loss_of(*batch))
+            optimizer.zero_grad()
+            losses[-1].backward()
+            optimizer.step()
+        curves.append(torch.stack(losses).detach().cpu())
+    fused, reference = curves
     assert len(reference) < 100 or reference[-20:].mean() < 0.9 * reference[:20].mean(), "it did not learn"
     torch.testing.assert_close(fused, reference, rtol=1e-4, atol=1e-5)
 
@@ -54,39 +54,24 @@ def test_gpt(monkeypatch, steps, offsets):
     while len(rows) < 25 * steps:
         rows.append(torch.multinomial(following[rows[-1]], 1)[:, 0])
     rows = torch.stack(rows).view(steps, 25, 2).mT.to(DEVICE)
-    batches = [(row[:, :-1], row[:, 1:]) for row in rows]
-    curves = []
-    for impl in ("triton", "reference"):
+
+    def model_of(impl):
         monkeypatch.setattr(attention, "gaussian_attention", functools.partial(gaussian_attention, impl=impl))
-        torch.manual_seed(1)
         model = build(config, DEVICE)
         model.compute_in(torch.float32)
-        curves.append(train(model, batches, lr=1e-2))
-    assert_same(*curves)
+        return model.parameters(), model
+
+    check(model_of, [(row[:, :-1], row[:, 1:]) for row in rows], lr=1e-2)
 
 
 @pytest.mark.parametrize("steps", STEPS)
 def test_vit(steps):
     labels = torch.randint(5, (steps, 2), device=DEVICE)
     images = torch.randn(5, 3, 16, 16, device=DEVICE)[labels] + 0.3 * torch.randn(steps, 2, 3, 16, 16, device=DEVICE)
-    curves = []
-    for impl in ("triton", "reference"):
-        torch.manual_seed(1)
-        model = timm.create_model(
-            "deit_tiny_gka_patch16_224",
-            impl=impl,
-            img_size=16,
-            patch_size=4,
-            embed_dim=32,
-            depth=2,
-            num_heads=2,
-            num_classes=5,
-        )
-        model = model.to(DEVICE).train()
+    sizes = dict(img_size=16, patch_size=4, embed_dim=32, depth=2, num_heads=2, num_classes=5)
 
-        def loss(inputs, targets, model=model):
-            return torch.nn.functional.cross_entropy(model(inputs), targets)
+    def model_of(impl):
+        model = timm.create_model("deit_tiny_gka_patch16_224", impl=impl, **sizes).to(DEVICE).train()
+        return model.parameters(), lambda *batch: torch.nn.functional.cross_entropy(model(batch[0]), batch[1])
 
-        loss.parameters = model.parameters
-        curves.append(train(loss, list(zip(images, labels, strict=True)), lr=1e-3))
-    assert_same(*curves)
+    check(model_of, list(zip(images, labels, strict=True)), lr=1e-3)

@@ -1,6 +1,7 @@
 """Bad input is one clear error that names the argument and what was expected."""
 
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -24,6 +25,8 @@ HIDDEN = torch.randn(2, 5, 32)
 IMPLS = "impl must be one of auto, reference, triton, cpu, flex, sdpa, got 'cuda'"
 attend, layer, baseline = gaussian_attention, GaussianKernelAttention, dot_product_attention
 multihead = GaussianMultiheadAttention
+PADDING, TABLES = torch.zeros(2, 5, dtype=torch.bool), (torch.ones(30, 8), torch.ones(30, 8))
+decode = partial(decode_attention, X[:, :2], S, torch.randn(2, 30, 3, 16))
 
 # fmt: off
 CASES = [  # the error, its words, and a call
@@ -65,6 +68,26 @@ CASES = [  # the error, its words, and a call
     (ValueError, r"context.*\(B, Tk, dim\) = \(2, \*, 32\)", lambda: layer(32, 2)(HIDDEN, HIDDEN[:1])),
     (TypeError, "value must have the dtype", lambda: multihead(32, 2)(HIDDEN, HIDDEN, HIDDEN.half())),
     (TypeError, "values must have the dtype of the queries", lambda: decode_attention(X[:, :1], S, X.half())),
+    (TypeError, r"lengths must be a torch.Tensor of shape \(B,\), got list", lambda: attend(X, S, lengths=[5, 3])),
+    (TypeError, "lengths must be int64 or int32, got torch.float32", lambda: attend(X, S, lengths=torch.ones(2))),
+    (ValueError, r"lengths must have shape \(B,\) = \(2,\), got \(3,\)", lambda: attend(X, S, lengths=torch.arange(3))),
+    (ValueError, r"lengths .* 0 to .*, 5, got \[6, 3\]", lambda: attend(X, S, lengths=torch.tensor([6, 3]))),
+    (ValueError, r"lengths .* 0 to .*, 5, got \[5, -1\]", lambda: attend(X, S, lengths=torch.tensor([5, -1]))),
+    (TypeError, "key_padding_mask must be bool, True for", lambda: attend(X, S, key_padding_mask=PADDING.float())),
+    (ValueError, r"key_padding_mask .* = \(2, 5\)", lambda: attend(X, S, key_padding_mask=PADDING[:, :4])),
+    (ValueError, "give one of", lambda: attend(X, S, key_padding_mask=PADDING, lengths=torch.tensor([5, 5]))),
+    (TypeError, "attn_mask must be bool, True = visible", lambda: attend(X, S, attn_mask=PADDING.long())),
+    (ValueError, r"attn_mask must broadcast to .* = \(2, 3, 5, 5\)", lambda: attend(X, S, attn_mask=torch.ones(4, 5))),
+    (ValueError, r"each sequence give mask\[:, None\]", lambda: attend(X, S, attn_mask=torch.ones(2, 5, 5))),
+    (ValueError, "cpu does not serve attn_mask", lambda: attend(X, S, attn_mask=torch.ones(5, 5), impl="cpu")),
+    (ValueError, r"lengths must be 2 numbers from 2 to 30, got \[30, 31\]", lambda: decode(lengths=[30, 31])),
+    (ValueError, "lengths must be 2 numbers from 2 to 30", lambda: decode(lengths=[1, 30])),
+    (ValueError, "value_delays must be 3 numbers from 0", lambda: decode(value_delays=[0, 0, 2**64 - 5])),
+    (ValueError, "key_delays must be 3 numbers from 0 to 2.31 - 1, one a head", lambda: decode(key_delays=[1])),
+    (ValueError, r"rotary .*\(30 or more, 16 / 2\) numbers, got \(29, 8\)", lambda: decode(rotary=[TABLES[0][1:]])),
+    (ValueError, "given or derived by rotary, not both", lambda: decode(rotary=TABLES, keys=torch.ones(2, 30, 3, 16))),
+    (ValueError, "of keys that are derived by rotary", lambda: decode(channel_scales=torch.ones(3, 16))),
+    (ValueError, r"channel_scales .* = \(3, 16\)", lambda: decode(rotary=TABLES, channel_scales=torch.ones(16))),
     (ValueError, r"with dim=32, got \(3, 32\)", lambda: layer(32, 2)(torch.ones(3, 32))),
     (ValueError, "keys must have shape", lambda: log_kernel(X, X.transpose(1, 2), S)),
     (ValueError, "sigma_squared must be a positive finite number", lambda: initial_log_sigma(2, 0.0)),

@@ -1,0 +1,258 @@
+"""The layer as a user plugs it in: against a loop over heads in float64, under padding, masks and context, in other
+dtypes, and under what compiles, traces and shards it.
+"""
+
+import pytest
+import torch
+from torch import nn
+
+from gka import GaussianKernelAttention, GaussianMultiheadAttention, dispatch
+from gka.masking import Mask
+from sharding import check_trains_as_in_bfloat16, process_group
+
+PADDED = {  # of sequences of 9 and 4 tokens; the last has a token of padding between them
+    "none": None,
+    "right": torch.tensor([[False] * 9, [False] * 4 + [True] * 5]),
+    "left": torch.tensor([[False] * 9, [True] * 5 + [False] * 4]),
+    "between": torch.tensor([[False] * 9, [True, False, True, True, False, False, True, True, False]]),
+}
+OPTIONS = [dict(), dict(head_norm=True), dict(channel_bandwidths=True), dict(head_offsets="NP")]
+OPTIONS += [dict(head_norm=True, channel_bandwidths=True, head_offsets="ps")]
+options = pytest.mark.parametrize("options", OPTIONS, ids=lambda options: "+".join(options) or "paper")
+padded = pytest.mark.parametrize("padded", PADDED)
+EXACT, SINGLE = dict(rtol=1e-9, atol=1e-9), dict(rtol=1e-4, atol=1e-5)
+close = torch.testing.assert_close
+
+
+class Padded(nn.Module):
+    """A layer whose padding is an argument like the others, as torch.jit.trace wants it."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x, padding):
+        return self.layer(x, key_padding_mask=padding)
+
+
+def layer_and_tokens(dtype=torch.float64, **options):
+    torch.manual_seed(0)
+    layer = GaussianKernelAttention(24, 4, **options).to(dtype)
+    with torch.no_grad():
+        layer.log_sigma.copy_(torch.linspace(-1, 0.5, 4))
+        if layer.log_scale is not None:
+            layer.log_scale.copy_(torch.linspace(-0.5, 0.5, 24))
+    return layer, torch.randn(2, 9, 24, dtype=dtype, requires_grad=dtype == torch.float64)
+
+
+def by_hand(layer, x, context, causal=False, window=None):
+    """Tokens of one sequence (T, dim) that look at those of the context, a head at a time, from the definition."""
+
+    def norm(heads):
+        return nn.functional.rms_norm(heads, (6,)) if layer.head_norm else heads
+
+    def features_and_values(tokens):
+        values = norm(tokens.view(len(tokens), 4, 6))
+        return values if layer.log_scale is None else norm(values * layer.log_scale.exp().view(4, 6)), values
+
+    (queries, _), (keys, values) = features_and_values(x), features_and_values(context)
+    before, letters, mixed = [max(0, token - 1) for token in range(len(context))], layer.head_offsets.upper() or "N", []
+    for head in range(4):
+        letter, k, v = letters[head % len(letters)], keys[:, head], values[:, head]
+        k, v = k[before] if letter == "S" else k, v[before] if letter == "P" else v
+        apart = (queries[:, None, head] - k).square().sum(-1)
+        kernel = torch.exp(-apart / (2 * layer.log_sigma[head].exp() ** 2))
+        kernel = kernel * Mask(causal, window).dense(len(x), len(context), x.device)
+        mixed.append(kernel / kernel.sum(-1, keepdim=True) @ v)
+    return layer.proj(torch.cat(mixed, dim=-1))
+
+
+@pytest.mark.parametrize("causal,window", [(True, None), (False, None), (True, 2), (False, 1)])
+@padded
+@options
+def test_the_layer_is_its_definition_with_padding_too(options, padded, causal, window):
+    """Outputs and all gradients; a NaN in padding reaches nothing but log_scale where nothing is packed."""
+    layer, x = layer_and_tokens(causal=causal, window=window, **options)
+    hidden = torch.zeros(2, 9, dtype=torch.bool) if PADDED[padded] is None else PADDED[padded]
+    tokens = x.masked_fill(hidden[..., None], torch.nan if layer.log_scale is None or layer.pairing else 1e4)
+    y, weights = layer(tokens, key_padding_mask=PADDED[padded], need_weights=True)
+    want = torch.cat([by_hand(layer, row[~mask], row[~mask], causal, window) for row, mask in zip(x, hidden)])
+    learned = [x, *layer.parameters()]
+    gradients = (torch.autograd.grad(one.square().sum(), learned) for one in (y[~hidden], want))
+    close(y[~hidden], want, **EXACT)
+    close(*gradients, **EXACT)
+    close(y[hidden], layer.proj.bias.expand(int(hidden.sum()), 24))
+    rows = weights.sum(-1).transpose(1, 2)
+    close(rows[~hidden], torch.ones_like(rows[~hidden]), rtol=1e-5, atol=1e-5)
+    assert not rows[hidden].any() and not weights.transpose(1, 3)[hidden].any()  # no query reads a hidden slot
+
+
+@padded
+@options
+def test_context_is_looked_at_and_its_padding_is_not(options, padded):
+    layer, x = layer_and_tokens(**options)
+    context = torch.randn(2, 9, 24, dtype=torch.float64)
+    hidden = torch.zeros(2, 9, dtype=torch.bool) if PADDED[padded] is None else PADDED[padded]
+    tokens = context.masked_fill(hidden[..., None], torch.nan)
+    y, weights = layer(x[:, :5], tokens, key_padding_mask=PADDED[padded], need_weights=True)
+    want = [by_hand(layer, *rows[:2][::-1]) for rows in zip((t[~mask] for t, mask in zip(context, hidden)), x[:, :5])]
+    close(y, torch.stack(want), **EXACT)
+    assert weights.shape == (2, 4, 5, 9) and not weights.transpose(1, 3)[hidden].any()
+    if layer.pairing is not None and PADDED[padded] is not None:
+        with pytest.raises(ValueError, match="padded context need a layer that is not causal"):
+            layer(x, tokens, key_padding_mask=hidden, is_causal=True)
+
+
+@padded
+@options
+def test_a_mask_of_ones_own_goes_with_the_tokens_that_are_packed(options, padded):
+    """That says what `causal` says: places are not changed."""
+    layer, x = layer_and_tokens(causal=True, **options)
+    masked, _ = layer_and_tokens(**options)
+    earlier = torch.ones(9, 9, dtype=torch.bool).tril()
+    want = layer(x, key_padding_mask=PADDED[padded], need_weights=True)
+    for mask in (earlier, torch.zeros(2, 1, 9, 9).masked_fill(~earlier, -torch.inf)):
+        got = masked(x, key_padding_mask=PADDED[padded], attn_mask=mask, need_weights=True)
+        close(got, want, rtol=1e-5, atol=1e-5)
+
+
+def test_a_padded_causal_layer_with_offsets_takes_the_fused_kernel_compiled_too(monkeypatch):
+    """Where no token sees padding nothing is hidden but by the causal mask, which every kernel serves."""
+    layer, x = layer_and_tokens(torch.float32, causal=True, head_norm=True, head_offsets="PS")
+    taken, choose = [], dispatch.choose
+    monkeypatch.setattr(dispatch, "choose", lambda *arguments: taken.append(choose(*arguments)) or taken[-1])
+    fused = layer.chosen_impl(9)
+    compiled = torch.compile(layer, backend="eager", fullgraph=True)
+    outputs = [layer(x, key_padding_mask=padding) for padding in PADDED.values()]
+    assert taken == [fused] * len(PADDED)
+    for padding, y in zip(PADDED.values(), outputs):
+        close(compiled(x, key_padding_mask=padding), y)
+
+
+@pytest.mark.parametrize("head_offsets", ["", "PS"])
+def test_a_trace_made_with_padding_on_the_right_serves_padding_elsewhere(head_offsets):
+    layer, x = layer_and_tokens(torch.float32, causal=True, head_offsets=head_offsets)
+    traced = torch.jit.trace(Padded(layer), (x, PADDED["right"]))
+    for padding in (PADDED["left"], PADDED["between"]):
+        close(traced(x, padding), layer(x, key_padding_mask=padding))
+
+
+@options
+def test_in_float32_by_the_fused_kernel_and_traced_by_fx(options):
+    """One graph for all lengths and batches, with the layer's parameters in it; no future shows."""
+    layer, x = layer_and_tokens(torch.float32, causal=True, window=3, **options)
+    close(layer(x), torch.stack([by_hand(layer, row, row, True, 3) for row in x]), **SINGLE)
+    model = nn.Sequential(nn.LayerNorm(24), layer, nn.Linear(24, 5))
+    graph = torch.fx.symbolic_trace(model)
+    for each in (x, x[:1, :4]):
+        assert torch.equal(graph(each), model(each))
+    graph(x).sum().backward()
+    assert all(p.grad.any() for name, p in layer.named_parameters() if name.startswith("log_"))
+    changed = torch.cat([x[:, :5], torch.randn(2, 4, 24)], dim=1)
+    close(layer(changed)[:, :5], layer(x)[:, :5])
+    assert (layer(changed)[:, 5] - layer(x)[:, 5]).abs().min() > 0
+    assert all(f"{name}={value}" in repr(layer) for name, value in options.items())
+
+
+def test_wrong_offsets_and_masks_are_refused():
+    for letters in ("PX", "P2", 3):
+        with pytest.raises(ValueError, match="head_offsets must be made of the letters N, P, S"):
+            GaussianKernelAttention(24, 4, head_offsets=letters)
+    with pytest.raises(ValueError, match="head_offsets PSNNS has 5 letters but there are 4 heads"):
+        GaussianKernelAttention(24, 4, head_offsets="PSNNS")
+    layer, x = layer_and_tokens(head_offsets="PS")
+    with pytest.raises(ValueError, match="key_padding_mask must have shape"):
+        layer(x, key_padding_mask=torch.zeros(2, 8, dtype=torch.bool))
+
+
+def test_layer_learns_its_bandwidth():
+    """A target made with another sigma is fitted by gradient descent on log_sigma alone."""
+    torch.manual_seed(1)
+    x = torch.randn(8, 20, 32)
+    teacher, student = (GaussianKernelAttention(32, 2, sigma_squared=squared) for squared in (3.0, 12.0))
+    student.proj.load_state_dict(teacher.proj.state_dict())
+    optimizer = torch.optim.Adam([student.log_sigma], lr=0.05)
+    target = teacher(x).detach()
+    for _ in range(150):
+        optimizer.zero_grad()
+        (student(x) - target).square().mean().backward()
+        optimizer.step()
+    close(student.log_sigma, teacher.log_sigma, rtol=0, atol=0.02)
+
+
+@pytest.mark.parametrize("dtype,tolerance", [(torch.bfloat16, 0.04), (torch.float16, 0.005)])
+def test_layer_in_another_dtype(dtype, tolerance):
+    layer, x = GaussianKernelAttention(32, 2), torch.randn(2, 9, 32)
+    want = layer(x)
+    y = layer.to(dtype)(x.to(dtype))
+    assert y.dtype == dtype
+    close(y.float(), want, rtol=tolerance, atol=tolerance)
+    y.sum().backward()
+    assert layer.log_sigma.grad.dtype == dtype
+
+
+@pytest.mark.parametrize("options", [dict(), dict(head_norm=True, causal=True, window=3)], ids=str)
+def test_layer_under_fsdp_in_bfloat16(options, tmp_path):
+    model, x = nn.Sequential(GaussianKernelAttention(32, 2, **options)), torch.randn(2, 9, 32).bfloat16()
+    with process_group(tmp_path):
+        check_trains_as_in_bfloat16(model, lambda m: m, lambda m: m(x).float().square().sum())
+
+
+def test_layer_under_autocast():
+    """It takes inputs of any dtype but float64, which autocast does not cast either."""
+    layer, x = GaussianKernelAttention(32, 2), torch.randn(2, 9, 32)
+    multihead = GaussianMultiheadAttention(32, 2)
+    multihead.load_state_dict({name.replace("proj", "out_proj"): t for name, t in layer.state_dict().items()})
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        tokens = x.to(dtype)
+        with torch.autocast("cpu", torch.bfloat16):
+            outputs = layer(tokens), layer(tokens, x)[:1], multihead(*[tokens.transpose(0, 1)] * 3)[0].transpose(0, 1)
+        for y in outputs:
+            assert y.dtype == torch.bfloat16
+            close(y.float(), layer(x)[: len(y)], rtol=0.04, atol=0.04)
+    with torch.autocast("cpu", torch.bfloat16), pytest.raises(TypeError, match="x must have the dtype of the layer's"):
+        layer(x.double())
+
+
+def test_layer_takes_what_its_projection_casts_by_itself():
+    """Such as a quantised one."""
+
+    class Stored(nn.Linear):
+        """Multiplies in the dtype of what it gets."""
+
+        def __init__(self, linear):
+            super().__init__(32, 32)
+            del self.weight
+            self.weight, self.bias = linear.weight.detach().bfloat16(), linear.bias
+
+        def forward(self, x):
+            return nn.functional.linear(x, self.weight.to(x.dtype), self.bias)
+
+    layer, x = GaussianKernelAttention(32, 2), torch.randn(2, 9, 32)
+    want = layer(x)
+    layer.proj = Stored(layer.proj)
+    close(layer(x), want, rtol=0.01, atol=0.01)
+
+
+def test_layer_compiled_exported_and_mapped_with_context():
+    """One graph each, in spite of what the door checks."""
+    layer, x, context = GaussianKernelAttention(32, 2), torch.randn(2, 9, 32), torch.randn(2, 4, 32)
+    want = layer(x, context)
+    concrete = dict(key_padding_mask=None, attn_mask=None, is_causal=False, need_weights=False)
+    for same in (
+        torch.compile(layer, fullgraph=True, backend="aot_eager"),
+        torch.export.export(layer, (x, context)).module(),
+        torch.fx.symbolic_trace(layer, concrete_args=concrete),
+        torch.func.vmap(lambda x, c: layer(x[None], c[None])[0]),
+        lambda *inputs: torch.func.functional_call(layer, dict(layer.named_parameters()), inputs),
+    ):
+        close(same(x, context), want, rtol=1e-5, atol=1e-5)
+
+
+def test_layer_survives_the_meta_device():
+    with torch.device("meta"):
+        layer = GaussianKernelAttention(32, 2, sigma_squared=5.0, channel_bandwidths=True)
+    layer = layer.to_empty(device="cpu")
+    layer.reset_parameters()
+    close(layer.log_sigma.exp().square(), torch.full((2,), 5.0))
+    assert not layer.log_scale.any() and torch.isfinite(layer(torch.randn(1, 3, 32))).all()

@@ -1,0 +1,94 @@
+"""What our kernels read and write: strides, NaN in and out."""
+
+import pytest
+import torch
+
+from gka import gaussian_attention
+from gka.testing import make_features, make_log_sigma
+from operator_cases import CPU, DEVICE
+
+pytestmark = pytest.mark.filterwarnings("ignore:(divide by zero|invalid value|overflow) encountered:RuntimeWarning")
+SHAPE = (2, 19, 2, 16)
+
+
+@pytest.fixture(params=[CPU, "triton"])
+def impl(request):
+    return request.param
+
+
+@pytest.fixture
+def device(impl):
+    return "cpu" if impl == "cpu" else DEVICE
+
+
+def draw(device, seed=0, dtype=torch.float32):
+    return make_features("normal", SHAPE, dtype, seed).to(device)
+
+
+def views(device, dtype):
+    """Features whose memory is not (B, T, H, D) in order: a slice of wider tokens, heads first, every other token,
+    channels apart, channels before tokens.
+    """
+    wide, tokens, apart = (
+        torch.full(shape, float("nan"), device=device, dtype=dtype)
+        for shape in ((2, 19, 3, 16), (2, 40, 2, 16), (2, 19, 2, 32))
+    )
+    heads_first = torch.empty(2, 2, 19, 16, device=device, dtype=dtype)
+    channels_first = torch.empty(2, 16, 2, 19, device=device, dtype=dtype)
+    every = wide[:, :, 1:], heads_first.transpose(1, 2), tokens[:, 1:39:2], apart[..., ::2]
+    for view in (*every, channels_first.transpose(1, 3)):
+        yield view.copy_(draw(device, dtype=dtype))
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_strided_features_among_nans(impl, device, dtype, causal):
+    """Nothing outside the features is read: NaN lies around them."""
+    if (impl, device, dtype) == ("triton", "cpu", torch.bfloat16):
+        pytest.skip("the interpreter gets products of bfloat16 wrong")
+    log_sigma, grad_y, other = make_log_sigma(2, 16, device), draw(device, 2, dtype), draw(device, 3, dtype)
+
+    def run(**tensors):
+        leaves = {name: t.detach().requires_grad_() for name, t in tensors.items()}
+        y = gaussian_attention(log_sigma=log_sigma, causal=causal, impl=impl, **leaves)
+        return y, *torch.autograd.grad(y, list(leaves.values()), grad_y)
+
+    for name in ("x", "values", "keys")[: 3 if impl == "cpu" else 2]:
+        rest = {} if name == "x" else {"x": other}
+        want = run(**rest, **{name: draw(device, dtype=dtype)})
+        for view in views(device, dtype):
+            assert all(torch.equal(a, b) for a, b in zip(run(**rest, **{name: view}), want, strict=True))
+
+
+def test_a_gradient_without_strides_and_a_negative_view(impl, device):
+    x, log_sigma = draw(device).requires_grad_(), make_log_sigma(2, 16, device)
+    y = gaussian_attention(x, log_sigma, impl=impl)
+    ones = torch.ones(()).to(y).expand_as(y), torch.ones_like(y)
+    assert torch.equal(*(torch.autograd.grad(y, x, each, retain_graph=True)[0] for each in ones))
+    negative = torch._neg_view(x.detach())
+    assert torch.equal(gaussian_attention(negative, log_sigma, impl=impl), gaussian_attention(-x, log_sigma, impl=impl))
+
+
+def test_bandwidths_anywhere_in_memory(impl, device):
+    """Such as in a column of a table."""
+    x, results = draw(device), []
+    column = torch.linspace(0, 1, 4, device=device).view(2, 2)[:, 1]
+    for each in (column, column.contiguous()):
+        each = each.detach().requires_grad_()
+        y = gaussian_attention(x, each, impl=impl)
+        results.append((y, *torch.autograd.grad(y.square().sum(), each)))
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+@pytest.mark.parametrize("with_values", [False, True])
+@pytest.mark.parametrize("causal", [False, True])
+def test_nan_is_not_hidden(impl, device, causal, with_values):
+    """A NaN token reaches every row that sees it, a NaN bandwidth its whole head: the loss must show it."""
+    x, log_sigma = draw(device), make_log_sigma(2, 16, device)
+    x[0, 7, 0] = float("nan")
+    y = gaussian_attention(x, log_sigma, values=draw(device, 1) if with_values else None, causal=causal, impl=impl)
+    rows = y[0].isnan().any(-1)
+    assert rows[7:, 0].all() and (causal or rows[:, 0].all()) and not rows[:, 1].any()
+    if device == "cuda":  # on CPU the door refuses it
+        log_sigma[1] = float("nan")
+        assert gaussian_attention(x, log_sigma, impl=impl)[:, :, 1].isnan().all()
