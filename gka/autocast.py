@@ -4,7 +4,7 @@ import contextlib
 
 import torch
 
-Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+from gka.validation import Three
 
 
 def autocasts(device_type: str) -> bool:
@@ -19,7 +19,7 @@ def without_autocast(device_type: str) -> contextlib.AbstractContextManager:
     return torch.autocast(device_type, enabled=False) if autocasts(device_type) else contextlib.nullcontext()
 
 
-def to_autocast_dtype(x: torch.Tensor, keys: torch.Tensor | None, values: torch.Tensor | None) -> Tensors:
+def to_autocast_dtype(x: torch.Tensor, keys: torch.Tensor | None, values: torch.Tensor | None) -> Three:
     """(x, keys, values) with x for keys that are None and the keys for values that are None, and, under autocast, in
     its dtype: taken once, here, so that norms are taken of the rounded features and stay float32.
 

@@ -18,16 +18,8 @@ from gka.options import Options
 from gka.padding_and_masks import in_order, in_place, mask_in_order, tokens_first, weights_in_place
 
 # torch.fx records each call as one node, as its tensors have no shapes and dtypes to look at.
-for name in (
-    "split_heads",
-    "packed",
-    "in_place",
-    "weights_in_place",
-    "checked_context",
-    "at_least_float32",
-    "gaussian_attention",
-    "gaussian_weights",
-):
+NODES = ["split_heads", "packed", "in_place", "weights_in_place", "checked_context", "at_least_float32"]
+for name in (*NODES, "gaussian_attention", "gaussian_weights"):
     torch.fx.wrap(name)
 
 

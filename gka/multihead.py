@@ -72,12 +72,8 @@ class GaussianMultiheadAttention(nn.Module):
                 raise ValueError("is_causal=True needs attn_mask where there are not as many keys as queries")
             is_causal = False
         padding = None if key_padding_mask is None else _as_padding(key_padding_mask)
-        mask: dict[str, Any] = dict(
-            keys=keys,
-            causal=is_causal,
-            key_padding_mask=padding,
-            attn_mask=None if is_causal or attn_mask is None else self._as_visible(attn_mask, len(features)),
-        )
+        visible = None if is_causal or attn_mask is None else self._as_visible(attn_mask, len(features))
+        mask: dict[str, Any] = dict(keys=keys, causal=is_causal, key_padding_mask=padding, attn_mask=visible)
         log_sigma = at_least_float32(self.log_sigma)
         y = self.out_proj(gaussian_attention(features, log_sigma, values=values, **mask).flatten(-2))
         weights = gaussian_weights(features, log_sigma, **mask) if need_weights else None

@@ -72,12 +72,12 @@ def gaussian_request(
     needs_grad = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in learned)
     eps = options.eps if keys is x and options.attn_mask is None else None  # other row sums may underflow
     keep_hidden_keys = keep_hidden_keys or options.hides_tokens or options.reads_cache
-    features_and_mask = _without_hidden_keys(x, keys, values, options.causal, options.window, keep_hidden_keys)
+    mask = Mask(options.causal, options.window)
     return GaussianRequest(
-        **features_and_mask, log_sigma=log_sigma, needs_grad=needs_grad, eps=eps, constant_norm=options.constant_norm,
-        lengths=lengths, key_padding_mask=key_padding_mask, attn_mask=options.attn_mask, rotary=options.rotary,
-        channel_scales=options.channel_scales, cache_lengths=options.cache_lengths, key_delays=options.key_delays,
-        value_delays=options.value_delays,
+        **_without_hidden_keys((x, keys, values), mask, keep_hidden_keys), log_sigma=log_sigma, needs_grad=needs_grad,
+        eps=eps, constant_norm=options.constant_norm, lengths=lengths, key_padding_mask=key_padding_mask,
+        attn_mask=options.attn_mask, rotary=options.rotary, channel_scales=options.channel_scales,
+        cache_lengths=options.cache_lengths, key_delays=options.key_delays, value_delays=options.value_delays,
     )  # fmt: skip
 
 
@@ -89,19 +89,13 @@ def softmax_request(
     validation.check_features_and_mask((q, k, v), causal, window, names=("q", "k", "v"))
     needs_grad = torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v))
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    return SoftmaxRequest(**_without_hidden_keys(q, k, v, causal, window), needs_grad=needs_grad, scale=scale)
+    return SoftmaxRequest(**_without_hidden_keys((q, k, v), Mask(causal, window)), needs_grad=needs_grad, scale=scale)
 
 
-def _without_hidden_keys(
-    x: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    causal: bool,
-    window: int | None,
-    keep_hidden_keys: bool = False,
-) -> dict[str, Any]:
+def _without_hidden_keys(features: validation.Three, mask: Mask, keep_hidden_keys: bool = False) -> dict[str, Any]:
     """Fields of a request, without keys that no query sees (decoding in a window) and conditions that hide nothing."""
-    mask, own_keys, own_values = Mask(causal, window), keys is x, values is keys
+    x, keys, values = features
+    own_keys, own_values = keys is x, values is keys
     first = 0 if keep_hidden_keys else mask.first_visible_key(x.shape[1], keys.shape[1])
     if first > 0:  # so keys are not x
         keys, values = keys[:, first:], values[:, first:]

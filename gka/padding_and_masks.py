@@ -65,9 +65,6 @@ def bias(request: Request, seen: torch.Tensor, dtype: torch.dtype) -> torch.Tens
     return attn_mask.to(dtype).clamp(min=torch.finfo(dtype).min).masked_fill(~seen, 0.0)
 
 
-# Zeros before, zeros and NaN after
-
-
 def without_padding(request: GaussianRequest) -> GaussianRequest:
     """The request with zeros in the place of padded features, which then have gradients of 0."""
     hidden = padding(request)
@@ -109,9 +106,6 @@ def with_zeros_and_nan(request: GaussianRequest, y: torch.Tensor, nan_rows: torc
     if request.own_keys and hidden is not None:
         y = y.masked_fill(hidden[:, :, None, None], 0.0)
     return y
-
-
-# Packing
 
 
 def can_pack(request: GaussianRequest) -> bool:

@@ -63,9 +63,8 @@ def make_log_sigma(heads: int, head_dim: int, device: torch.device | str = "cpu"
 
 @dataclass(frozen=True, eq=False)
 class Problem:
-    """One call of the operator, and the gradient that is propagated back through it.
-
-    Legend: B batch, Tq queries, Tk keys, H heads, D head_dim.
+    """One call of the operator, and the gradient that is propagated back through it; B batch, Tq queries, Tk keys, H
+    heads, D head_dim.
     """
 
     x: torch.Tensor  # features, (B, Tq, H, D)
@@ -117,9 +116,8 @@ class Problem:
         """The problem as the route sees it: x and keys through `front`."""
         if self.front is None:
             return self
-        return replace(
-            self, x=self.front(self.x), keys=None if self.keys is None else self.front(self.keys), front=None
-        )
+        keys = None if self.keys is None else self.front(self.keys)
+        return replace(self, x=self.front(self.x), keys=keys, front=None)
 
     def request(self, eps: float | None = None) -> GaussianRequest:
         """What the reference is asked for. eps None, and always with foreign keys: rows are normalised as a softmax."""

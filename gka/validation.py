@@ -121,9 +121,7 @@ def check_log_sigma(log_sigma: torch.Tensor, x: torch.Tensor) -> None:
 
 def readable(t: torch.Tensor) -> bool:
     """Whether t's values can be looked at: on an accelerator that would stall every call, in a graph, under torch.func
-    and of torch's fake tensors it cannot be done.
-
-    What is not looked at shows in y; the trainers stop on gradients that are not finite.
+    and of torch's fake tensors it cannot be done. What is not looked at shows in y.
     """
     return (
         t.device.type == "cpu"

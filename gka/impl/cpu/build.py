@@ -153,7 +153,7 @@ def _compile(command: list[str], path: Path, end: bytes) -> None:
 
 
 def _compiler() -> list[str]:
-    """Path of $CXX, with its arguments, or of the first compiler that is installed."""
+    """$CXX with its arguments, or the first compiler that is installed."""
     try:
         chosen = shlex.split(os.environ.get("CXX", ""))
     except ValueError as error:

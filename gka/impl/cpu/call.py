@@ -44,6 +44,7 @@ class Inputs(NamedTuple):
         return self.before >= 0 or self.after >= 0
 
     def request(self) -> GaussianRequest:
+        """For `without_nonfinite`."""
         mask = Mask(causal=self.after == 0, window=None if self.before < 0 else self.before)
         return GaussianRequest(
             x=self.x, keys=self.keys, values=self.values, lengths=self.lengths, mask=mask, needs_grad=False,
@@ -137,8 +138,8 @@ def _call(phase: int, inputs: Inputs, row_state, tensors: dict, dlog_sigma=None)
     """Run a phase. Returns the largest |x|^2 / sigma^2 of a forward pass. dlog_sigma: (H,), with lengths (parts, H)."""
     scratch_size, kernel = _functions(inputs.x.dtype, phase)
     # An exported program comes here with the strides of today's tensors and the copies that its example needed.
-    x, keys, values = (None if t is None else addressable(t) for t in inputs[:3])
-    log_sigma = inputs.log_sigma.contiguous()
+    x, log_sigma = addressable(inputs.x), inputs.log_sigma.contiguous()
+    keys, values = (None if t is None else addressable(t) for t in (inputs.keys, inputs.values))
     batch, num_queries, num_heads, head_dim = x.shape
     features = tensor(x)
     key_features = features if keys is None else tensor(keys)

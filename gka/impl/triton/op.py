@@ -37,10 +37,7 @@ def unavailable(request: GaussianRequest) -> str | None:
 
 
 def _missing(device: torch.device) -> str | None:
-    """What keeps Triton from running on this device.
-
-    In its interpreter (TRITON_INTERPRET=1, for tests) it runs on CPU.
-    """
+    """What keeps Triton from running on this device. Its interpreter (TRITON_INTERPRET=1, for tests) runs on CPUs."""
     if not INSTALLED:
         return "the triton package is not installed"
     if os.environ.get("TRITON_INTERPRET") == "1":
@@ -118,7 +115,7 @@ def attend_backward(grad_y, x, *inputs):
 
     gradients = gradients_like(x, *inputs[:3])
     with torch.cuda.device_of(x):
-        backward(grad_y, x, *inputs, LOG_SIGMA_BOUND, gradients)
+        backward(grad_y, x, *inputs, bound=LOG_SIGMA_BOUND, gradients=gradients)
     return gradients
 
 
