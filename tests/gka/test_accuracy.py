@@ -189,14 +189,14 @@ def test_the_budget_is_twice_plain_pytorchs_error_and_the_floor():
 
     def refused(times, floor):
         got = {"y": want["y"] + times * (off["y"] - want["y"])}
-        return testing.budget.disagreement(got, want, off, {"y": floor}) is not None
+        return testing.disagreement(got, want, off, {"y": floor}) is not None
 
     assert not refused(1.99, 0.0) and refused(2.01, 0.0)
     assert not refused(2.9, 0.95e-3) and refused(3.1, 0.95e-3)
     problem = Problem.seeded("normal", (1, 33, 2, 16), with_values=True)
-    exact, floors = testing.oracle(problem).named(), testing.budget.coarse_floors(problem)
+    exact, floors = testing.oracle(problem).named(), testing.coarse_floors(problem)
     for name in ("y", "dvalues"):
         wrong = {**exact, name: exact[name] * (1 + 1.5 * floors[name])}
-        assert testing.budget.disagreement(wrong, exact, exact, floors).startswith(f"{name} is off by")
+        assert testing.disagreement(wrong, exact, exact, floors).startswith(f"{name} is off by")
     largest = problem.x.square().sum(-1).max() / problem.log_sigma.min().exp() ** 2
     assert floors["dvalues"] <= torch.finfo(torch.float32).eps * (1 + float(largest))

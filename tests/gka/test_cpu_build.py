@@ -47,11 +47,6 @@ def copier(folder, first: str = ""):
     return wrapper(folder, f'{first}\n{version}\nfor output; do :; done\ncp {build.library()._name} "$output"\n')
 
 
-def made(folder: Path) -> Path:
-    folder.mkdir(exist_ok=True)
-    return folder
-
-
 @needs_compiler
 def test_two_processes_build_once_and_later_ones_load(tmp_path):
     """The compiler counts how often it links."""
@@ -96,7 +91,8 @@ FOLDERS = [(0o700, None, True), (0o755, None, True), (0o775, None, False), (0o17
 @pytest.mark.parametrize("mode,owner,private", [*FOLDERS, pytest.param(0o755, 54321, False, marks=AS_ROOT)])
 def test_the_cache_is_a_folder_of_this_user_to_which_nobody_else_writes(tmp_path, monkeypatch, mode, owner, private):
     """Otherwise the process compiles into a temporary folder, says so in one line, and leaves nothing in either."""
-    cache, temporary = made(tmp_path / "cache"), made(tmp_path / "temporary")
+    cache, temporary = tmp_path / "cache", tmp_path / "temporary"
+    cache.mkdir(), temporary.mkdir()
     cache.chmod(mode)
     if owner is not None:
         os.chown(cache, owner, owner)
@@ -136,10 +132,9 @@ def test_a_damaged_library_is_named_and_not_loaded(tmp_path, damage):
 def test_a_compiler_that_hangs_is_ended_with_its_children(tmp_path, monkeypatch):
     script = f'case "$*" in *--version*) exit;; esac\nsleep 600 & echo $! >> {tmp_path}/children\nwait\n'
     monkeypatch.setenv("CXX", wrapper(tmp_path, script))
-    monkeypatch.setenv(build.FOLDER, str(tmp_path / "cache"))
     monkeypatch.setattr(build, "TIMEOUT", 2)
     with pytest.raises(build.Unavailable, match=r"compiler did not finish in 2 seconds$"):
-        build._built("AVX2", made(tmp_path / "cache"))
+        build._built("AVX2", tmp_path)
     children = list(map(int, (tmp_path / "children").read_text().split()))
     assert len(children) == len(list(build.SOURCE.glob("*.cpp"))) and not processes.still_there(children, 60)
 

@@ -88,12 +88,10 @@ def test_derivatives_in_every_mode(problem):
     forward and nested forward.
     """
     grad_y, directions = problem.grad_y, tuple(problem.directions)
-    tangent = torch.from_numpy(explicit_sums.tangent(directions=problem.explicit_directions, **problem.explicit))
-    gradients = explicit_sums.gradients(grad_y=grad_y.numpy(), **problem.explicit)
-    curvature = explicit_sums.curvature(
-        directions=problem.explicit_directions, grad_y=grad_y.numpy(), **problem.explicit
-    )
-    gradients, curvature = problem.gather(gradients), problem.gather(curvature)
+    explicit, by, along = problem.explicit, dict(grad_y=grad_y.numpy()), dict(directions=problem.explicit_directions)
+    tangent = torch.from_numpy(explicit_sums.tangent(**along, **explicit))
+    gradients = problem.gather(explicit_sums.gradients(**by, **explicit))
+    curvature = problem.gather(explicit_sums.curvature(**along, **by, **explicit))
 
     def loss(*tensors):
         return (problem.function(*tensors) * grad_y).sum()
@@ -147,10 +145,8 @@ def test_auto_has_forward_mode_with_every_mask(options):
             torch._dynamo.reset()
             tangent = torch.compile(tangent, fullgraph=True, backend="aot_eager")
         with forward_ad.dual_level():
-            duals = (
-                forward_ad.make_dual(tensors[0], tensors[2]),
-                forward_ad.make_dual(tensors[1], torch.ones(2).to(dtype)),
-            )
+            directions = tensors[2], torch.ones(2, dtype=dtype)
+            duals = [forward_ad.make_dual(t, d) for t, d in zip(tensors[:2], directions)]
             by_duals = forward_ad.unpack_dual(function(*duals)).tangent
         return [t.double() for t in (tangent(*tensors), by_duals, curvature(*tensors[:2]))]
 
@@ -209,9 +205,8 @@ class Largest(TorchDispatchMode):
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         result = function(*args, **(kwargs or {}))
         for t in result if isinstance(result, (tuple, list)) else [result]:
-            self.numbers = max(
-                self.numbers, t.untyped_storage().nbytes() // t.itemsize if isinstance(t, torch.Tensor) else 0
-            )
+            if isinstance(t, torch.Tensor):
+                self.numbers = max(self.numbers, t.untyped_storage().nbytes() // t.itemsize)
         return result
 
 

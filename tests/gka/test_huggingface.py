@@ -9,20 +9,26 @@ from torch import nn
 from gka import gaussian_attention
 from gka.huggingface import use_gka
 
-SIZES = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=64)
+SIZES = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=64, vocab_size=50)
 LENGTHS = torch.tensor([9, 4, 1])
 MASK = (torch.arange(9) < LENGTHS[:, None]).long()
 
 
 def bert(seed=0):
     torch.manual_seed(seed)
-    config = transformers.BertConfig(**SIZES, vocab_size=50, num_labels=3, hidden_dropout_prob=0.0)
+    config = transformers.BertConfig(**SIZES, num_labels=3, hidden_dropout_prob=0.0)
     return use_gka(transformers.BertForSequenceClassification(config))
 
 
-def llama(seed=0):
-    torch.manual_seed(seed)
-    config = transformers.LlamaConfig(**SIZES, vocab_size=50, pad_token_id=0, bos_token_id=1, eos_token_id=2)
+def vit():
+    sizes = {name: size for name, size in SIZES.items() if name != "vocab_size"}
+    config = transformers.ViTConfig(**sizes, image_size=16, patch_size=4, num_labels=3)
+    return use_gka(transformers.ViTForImageClassification(config))
+
+
+def llama():
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(**SIZES, pad_token_id=0, bos_token_id=1, eos_token_id=2)
     return use_gka(transformers.LlamaForCausalLM(config)).eval()
 
 
@@ -38,11 +44,6 @@ def test_padding_ids_do_not_move_real_tokens():
     for row, length in enumerate(LENGTHS):
         alone = model(tokens[row : row + 1, :length]).last_hidden_state[0]
         torch.testing.assert_close(y[row, :length], alone, rtol=1e-4, atol=1e-5)
-
-
-def vit():
-    config = transformers.ViTConfig(**SIZES, image_size=16, patch_size=4, num_labels=3)
-    return use_gka(transformers.ViTForImageClassification(config))
 
 
 @pytest.mark.parametrize("build", [bert, vit])
@@ -103,19 +104,17 @@ def test_generation_with_padding_on_the_left_is_that_of_each_prompt():
 
 
 def test_what_it_cannot_change_is_named():
-    config = transformers.LlamaConfig(**SIZES, num_key_value_heads=2, vocab_size=50)
-    with pytest.raises(ValueError, match=r"layers.0.self_attn: queries, keys and values must be as wide as the model"):
-        use_gka(transformers.LlamaForCausalLM(config))
-    with pytest.raises(ValueError, match="takes a model of transformers, got Linear"):
-        use_gka(nn.Linear(3, 3))
-    with pytest.raises(ValueError, match="it has GKA already"):
-        use_gka(bert())
-
-
-def test_a_static_cache_is_refused():
-    model, tokens = llama(), ids()
+    config = transformers.LlamaConfig(**SIZES, num_key_value_heads=2)
+    for model, reason in [
+        (transformers.LlamaForCausalLM(config), "layers.0.self_attn: queries, keys and values must be as wide"),
+        (nn.Linear(3, 3), "takes a model of transformers, got Linear"),
+        (bert(), "it has GKA already"),
+    ]:
+        with pytest.raises(ValueError, match=reason):
+            use_gka(model)
     with pytest.raises(ValueError, match="use the dynamic cache"):
-        model(tokens, past_key_values=transformers.StaticCache(config=model.config, max_cache_len=16))
+        model = llama()
+        model(ids(), past_key_values=transformers.StaticCache(config=model.config, max_cache_len=16))
 
 
 def test_cross_attention_reads_the_encoder_and_every_part_is_changed():
@@ -127,8 +126,8 @@ def test_cross_attention_reads_the_encoder_and_every_part_is_changed():
     queries, keys = (t.unflatten(-1, (2, 16)) for t in (x, encoded))
     want = layer.out_proj(gaussian_attention(queries, layer.log_sigma, keys=keys).flatten(2))
     torch.testing.assert_close(layer(x, encoded)[0], want, rtol=1e-5, atol=1e-6)
-    config = transformers.BertConfig(**SIZES, vocab_size=50, is_decoder=True, add_cross_attention=True)
-    plain = transformers.BertModel(transformers.BertConfig(**SIZES, vocab_size=50))
+    config = transformers.BertConfig(**SIZES, is_decoder=True, add_cross_attention=True)
+    plain = transformers.BertModel(transformers.BertConfig(**SIZES))
     both = transformers.EncoderDecoderModel(encoder=plain, decoder=transformers.BertLMHeadModel(config))
     use_gka(both)(input_ids=ids(), attention_mask=MASK, decoder_input_ids=ids(1)).logits.square().mean().backward()
     sigmas = [p for name, p in both.named_parameters() if name.endswith("log_sigma")]

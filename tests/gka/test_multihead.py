@@ -90,11 +90,8 @@ def test_what_it_cannot_replace_is_named():
 
 
 def test_the_hint_of_a_causal_mask_counts_for_as_many_keys_as_queries():
-    layer, x, context = (
-        GaussianMultiheadAttention(32, 4, batch_first=True),
-        torch.randn(2, 3, 32),
-        torch.randn(2, 5, 32),
-    )
+    layer, x = GaussianMultiheadAttention(32, 4, batch_first=True), torch.randn(2, 3, 32)
+    context = torch.randn(2, 5, 32)
     mask = torch.ones(3, 5).triu(1).bool()
     y, again = (layer(x, context, context, attn_mask=mask, is_causal=hint)[0] for hint in (True, False))
     assert torch.equal(y, again)

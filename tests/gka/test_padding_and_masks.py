@@ -298,30 +298,29 @@ def random_case(seed):
     """(problem, padding, garbage in the padding or None, strides of each tensor, options) of one seed."""
     draw = random.Random(seed)
     batch, tokens, heads = draw.choice([0, 1, 1, 2, 3, 5]), draw.randint(1, 70), draw.randint(1, 3)
-    head_dim, causal = draw.choice([1, 2, 3, 8, 16, 17, 33, 64, 128]), draw.random() < 0.4
+    head_dim, foreign, apart = draw.choice([1, 2, 3, 8, 16, 17, 33, 64, 128]), draw.random() < 0.3, draw.random() < 0.3
+    dtype = draw.choice([torch.float32, torch.float32, torch.float32, torch.bfloat16, torch.float16, torch.float64])
     lengths = torch.tensor([draw.choice([0, 1, tokens, draw.randint(0, tokens)]) for _ in range(batch)]).long()
-    padding, options = torch.arange(tokens) >= lengths[:, None], dict(causal=causal, lengths=lengths)
-    kind = draw.choice(["lengths", "left", "anywhere"])
+    padding, kind = torch.arange(tokens) >= lengths[:, None], draw.choice(["lengths", "left", "anywhere"])
     if kind != "lengths":
         generator = torch.Generator().manual_seed(seed)
         padding = padding.flip(1) if kind == "left" else torch.rand(batch, tokens, generator=generator) < 0.5
-        options = dict(causal=causal, key_padding_mask=padding)
-    elif draw.random() < 0.3:
-        options["window"] = draw.randint(0, tokens)
-    dtype = draw.choice([torch.float32, torch.float32, torch.float32, torch.bfloat16, torch.float16, torch.float64])
-    foreign, apart = draw.random() < 0.3, draw.random() < 0.3
-    if foreign:
-        options |= dict(causal=False, window=None)
-    queries = draw.randint(1, 70) if foreign else tokens
-    fields = dict(with_values=apart and not foreign, mask=Mask(options["causal"], options.get("window")))
-    problem = Problem.seeded("normal", (batch, queries, heads, head_dim), dtype, **fields)
-    if dtype == torch.float64:  # its gradient too
-        problem = replace(problem, log_sigma=problem.log_sigma.double())
-    if foreign:
-        others = [make_features("normal", (batch, tokens, heads, head_dim), dtype, n) for n in (3, 4)]
-        problem = replace(problem, keys=others[0], values=others[1] if apart else None)
+    causal, window = not foreign and draw.random() < 0.4, None
+    if kind == "lengths" and not foreign and draw.random() < 0.3:
+        window = draw.randint(0, tokens)
+    hidden = dict(lengths=lengths) if kind == "lengths" else dict(key_padding_mask=padding)
+
+    def features(number, seed):
+        return make_features("normal", (batch, number, heads, head_dim), dtype, seed)
+
+    queries, log_sigma = draw.randint(1, 70) if foreign else tokens, make_log_sigma(heads, head_dim)
+    problem = Problem(
+        features(queries, 0), log_sigma.double() if dtype == torch.float64 else log_sigma,  # its gradient too
+        keys=features(tokens, 3) if foreign else None, values=features(tokens, 1) if apart else None,
+        grad_y=features(queries, 2), mask=Mask(causal, window),
+    )  # fmt: skip
     strides = {name: draw.choice(list(STRIDES)) for name in ("x", "keys", "values", "y")}
-    return problem, padding, draw.choice([None, 1e4, NAN, INF]), strides, options
+    return problem, padding, draw.choice([None, 1e4, NAN, INF]), strides, dict(causal=causal, window=window, **hidden)
 
 
 def random_case_is_wrong(seed):

@@ -2,6 +2,7 @@
 
 import math
 from functools import partial
+from itertools import product
 
 import pytest
 import torch
@@ -16,32 +17,24 @@ MASKS = [(False, None), (True, None), (True, 2), (False, 2), (True, 0), (True, 9
 
 def by_hand(x, keys, values, log_sigma, causal, window, eps):
     """Equations 3, 4 and 7, one scalar at a time: no tensor operation shared with the code under test."""
-    batch, num_queries, heads, dim = x.shape
-    num_keys = keys.shape[1]
-    y = torch.zeros(x.shape, dtype=torch.float64)
-    for b in range(batch):
-        for h in range(heads):
-            sigma = math.exp(log_sigma[h])
-            for row in range(num_queries):
-                i = row + num_keys - num_queries
-                affinity = []
-                for j in range(num_keys):
-                    distance2 = sum((float(x[b, row, h, c]) - float(keys[b, j, h, c])) ** 2 for c in range(dim))
-                    hidden = (causal and j > i) or (window is not None and (j < i - window or j > i + window))
-                    affinity.append(0.0 if hidden else math.exp(-distance2 / (2 * sigma**2)))
-                total = sum(affinity) + eps
-                for c in range(dim):
-                    y[b, row, h, c] = sum(a / total * float(values[b, j, h, c]) for j, a in enumerate(affinity))
+    y, num_keys, dim = torch.zeros(x.shape, dtype=torch.float64), keys.shape[1], x.shape[3]
+    for b, row, h in product(*map(range, x.shape[:3])):
+        sigma, i, affinity = math.exp(log_sigma[h]), row + num_keys - x.shape[1], []
+        for j in range(num_keys):
+            distance2 = sum((float(x[b, row, h, c]) - float(keys[b, j, h, c])) ** 2 for c in range(dim))
+            hidden = (causal and j > i) or (window is not None and (j < i - window or j > i + window))
+            affinity.append(0.0 if hidden else math.exp(-distance2 / (2 * sigma**2)))
+        total = sum(affinity) + eps
+        for c in range(dim):
+            y[b, row, h, c] = sum(a / total * float(values[b, j, h, c]) for j, a in enumerate(affinity))
     return y
 
 
 @pytest.mark.parametrize("causal,window", MASKS)
 @pytest.mark.parametrize("shape", [(2, 7, 2, 3), (1, 1, 1, 1), (1, 5, 3, 8)])
 def test_reference_is_the_paper(shape, causal, window):
-    x, log_sigma = (
-        testing.make_features("normal", shape, torch.float64),
-        torch.linspace(-0.4, 0.7, shape[2], dtype=torch.float64),
-    )
+    x = testing.make_features("normal", shape, torch.float64)
+    log_sigma = torch.linspace(-0.4, 0.7, shape[2], dtype=torch.float64)
     got = gaussian_attention(x, log_sigma, causal=causal, window=window, eps=1e-3, impl="reference")
     torch.testing.assert_close(got, by_hand(x, x, x, log_sigma, causal, window, 1e-3), rtol=1e-12, atol=1e-12)
 
@@ -74,13 +67,10 @@ def test_reference_gradients_by_finite_differences(causal, window, with_values):
     values = testing.make_features("normal", shape, torch.float64, 1).requires_grad_() if with_values else None
     log_sigma = torch.tensor([-0.2, 0.4], dtype=torch.float64, requires_grad=True)
 
-    def function(x, log_sigma, *rest):
-        return gaussian_attention(
-            x, log_sigma, values=rest[0] if rest else None, causal=causal, window=window, impl="reference"
-        )
+    def function(x, log_sigma, values=None):
+        return gaussian_attention(x, log_sigma, values=values, causal=causal, window=window, impl="reference")
 
-    inputs = (x, log_sigma) if values is None else (x, log_sigma, values)
-    assert torch.autograd.gradcheck(function, inputs)
+    assert torch.autograd.gradcheck(function, (x, log_sigma) if values is None else (x, log_sigma, values))
 
 
 def test_weights_rows_sum_to_one_and_mix_the_values():

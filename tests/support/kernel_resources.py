@@ -20,6 +20,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from subprocess import PIPE, STDOUT
 from typing import NamedTuple
 
 import triton
@@ -51,30 +52,15 @@ SPILLS_OF_OTHER_VERSIONS = 64
 FEATURES = ("p_x", "p_k", "p_v", "p_y", "p_dy", "p_dx", "p_dk", "p_dv")
 
 # Each kernel with its heaviest case: its name and its constants.
-OTHER_VALUES_IN_WINDOW = dict(OWN_KEYS=True, OWN_VALUES=False, HAS_BEFORE=True, HAS_AFTER=True)
-OTHER_KEYS = dict(OWN_KEYS=False, OWN_VALUES=True, HAS_BEFORE=False, HAS_AFTER=False)
+VALUES_IN_WINDOW = dict(OWN_KEYS=True, OWN_VALUES=False, HAS_BEFORE=True, HAS_AFTER=True)
+SPLIT = dict(SPLIT=True, OWN_KEYS=False, OWN_VALUES=True, HAS_BEFORE=False, HAS_AFTER=False)
+WHOLE = dict(NORM=NORM_CONSTANT.value, SPLIT=False, **VALUES_IN_WINDOW)
 KERNELS = {
-    "forward": (
-        forward.gka_forward_kernel,
-        "window, values",
-        dict(NORM=NORM_CONSTANT.value, SPLIT=False, **OTHER_VALUES_IN_WINDOW),
-    ),
-    "decode": (
-        forward.gka_forward_kernel,
-        "general, split",
-        dict(NORM=NORM_COMPUTED.value, SPLIT=True, **OTHER_KEYS),
-    ),
+    "forward": (forward.gka_forward_kernel, "window, values", WHOLE),
+    "decode": (forward.gka_forward_kernel, "general, split", dict(NORM=NORM_COMPUTED.value, **SPLIT)),
     "symmetric": (backward.gka_symmetric_kernel, "window", dict(CONSTANT=False, HAS_REACH=True)),
-    "queries": (
-        backward.gka_queries_kernel,
-        "window, values",
-        dict(CONSTANT=True, **OTHER_VALUES_IN_WINDOW),
-    ),
-    "keys": (
-        backward.gka_keys_kernel,
-        "window, values",
-        dict(CONSTANT=True, **OTHER_VALUES_IN_WINDOW),
-    ),
+    "queries": (backward.gka_queries_kernel, "window, values", dict(CONSTANT=True, **VALUES_IN_WINDOW)),
+    "keys": (backward.gka_keys_kernel, "window, values", dict(CONSTANT=True, **VALUES_IN_WINDOW)),
 }
 
 
@@ -130,48 +116,37 @@ class Resources(NamedTuple):
 
 def shipped() -> list[Build]:
     """Every entry of the configuration tables."""
-    return [
-        Build(int(name.removeprefix("sm_")), *key, config)
-        for name, table in configs.TABLES.items()
-        for key, config in table.entries.items()
-    ]
+    tables = ((int(name.removeprefix("sm_")), table) for name, table in configs.TABLES.items())
+    return [Build(number, *key, config) for number, table in tables for key, config in table.entries.items()]
 
 
 def compile_one(build: Build) -> Resources:
     """Compile for the architecture, without a device, and read what the assembler says."""
-    function = KERNELS[build.kernel][0]
+    function, constants = KERNELS[build.kernel][0], build.constants
     names = function.arg_names
-
-    def type_of(name: str) -> str:
-        if name in build.constants:
-            return "constexpr"
-        if name.startswith("p_"):
-            return {2: "*bf16", 4: "*fp32"}[build.size] if name in FEATURES else "*fp32"
-        return "fp32" if name == "eps" else "i32"
-
+    features = {2: "*bf16", 4: "*fp32"}[build.size]
+    types = {name: features if name in FEATURES else "*fp32" if name[:2] == "p_" else "i32" for name in names}
+    types |= {"eps": "fp32"} if "eps" in names else {}
+    types |= dict.fromkeys(constants, "constexpr")
     # At run time the JIT finds pointers and strides divisible by 16; without that no copy is asynchronous.
     aligned = {
         (i,): [["tt.divisibility", 16]]
         for i, name in enumerate(names)
-        if name not in build.constants and re.match(r"p_|s.*_[bth]$", name)
+        if name not in constants and re.match(r"p_|s.*_[bth]$", name)
     }
-    constants = {(names.index(name),): value for name, value in build.constants.items()}
-    source = ASTSource(function, {name: type_of(name) for name in names}, constants, aligned)
+    source = ASTSource(function, types, {(names.index(name),): value for name, value in constants.items()}, aligned)
     options = dict(num_warps=build.config.warps, num_stages=build.config.stages)
     compiled = triton.compile(source, target=GPUTarget("cuda", build.capability, 32), options=options)
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(compiled.asm["cubin"])
         file.flush()
-        usage = _output("cuobjdump", "-res-usage", file.name)
-        assembly = _output("nvdisasm", "-c", "-ndf", file.name)
+        usage, assembly = (
+            subprocess.run([TOOLS / tool, *flags, file.name], stdout=PIPE, stderr=STDOUT, text=True, check=True).stdout
+            for tool, *flags in (("cuobjdump", "-res-usage"), ("nvdisasm", "-c", "-ndf"))
+        )
     registers, stack = map(int, re.findall(r"REG:(\d+) STACK:(\d+)", usage)[0])
     counts = collections.Counter(re.findall(r"\b(HGMMA|HMMA|LDGSTS)\b", assembly))
     return Resources(registers, stack, compiled.metadata.shared, dict(counts))
-
-
-def _output(tool: str, *arguments: str) -> str:
-    done = subprocess.run([TOOLS / tool, *arguments], capture_output=True, text=True, check=True)
-    return done.stdout + done.stderr
 
 
 def listed_version() -> bool:
@@ -181,13 +156,9 @@ def listed_version() -> bool:
 
 def header() -> str:
     """The first line of the list: the version of Triton, and a hash of kernels, configurations and cases."""
-    return f"{VERSION} sources {sources()}. Written by `python tests/support/kernel_resources.py --write`."
-
-
-def sources() -> str:
-    """A hash of the files that are compiled and of those that choose what is."""
     text = "\n".join((ROOT / name).read_text() for name in SOURCES)
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
+    digest = hashlib.sha256(text.encode()).hexdigest()[:16]
+    return f"{VERSION} sources {digest}. Written by `python tests/support/kernel_resources.py --write`."
 
 
 def main(argument: str = "") -> None:

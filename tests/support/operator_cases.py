@@ -42,17 +42,9 @@ def multiplied_by(name: str):
 
 
 def check(
-    impl,
-    shape,
-    dtype=torch.float32,
-    kind="normal",
-    causal=False,
-    window=None,
-    with_values=False,
-    constant_norm=False,
-    eps=EPS,
-    device=DEVICE,
-):
+    impl, shape, dtype=torch.float32, kind="normal", causal=False, window=None, with_values=False, constant_norm=False,
+    eps=EPS, device=DEVICE
+):  # fmt: skip
     """y and all gradients of an implementation are within the budget, with the eps that it applies."""
     kind, applied = "unit_norm" if constant_norm else kind, eps if IMPLEMENTATIONS[impl].SERVES.applies_eps else 0.0
     fields = dict(with_values=with_values, device=device, mask=Mask(causal, window), eps=applied)
