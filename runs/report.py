@@ -8,10 +8,11 @@ The page needs no network, no server and no script: a browser opens the file, an
 
 import base64
 import io
+import itertools
 import re
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -38,7 +39,7 @@ from trainkit_gka.cli import UserError
 from trainkit_gka.command import command_line
 from trainkit_gka.files import atomic, check_named
 from trainkit_gka.loop import finish_record
-from trainkit_gka.plots import GREY, Figure, shades, subplots
+from trainkit_gka.plots import GREY, shades, subplots
 from trainkit_gka.progress import LOG, console, read_events
 from trainkit_gka.results import git_commit, hardware_of, read_results
 
@@ -88,8 +89,6 @@ class ReportConfig:
     two photographs that come with scikit-learn."""
     text: str = TEXT
     """The text that language models read in the pictures."""
-    out: Path | None = None
-    """The file to write; by default BASE/report.html."""
 
 
 @dataclass(frozen=True)
@@ -138,7 +137,7 @@ class TrainedRun:
 
 @dataclass(frozen=True)
 class Picture:
-    """address: the image as a data address. alt: its content in words. table: the numbers that are drawn."""
+    """address: the image in base64. alt: its content in words. table: the numbers that are drawn."""
 
     title: str
     caption: str
@@ -202,8 +201,10 @@ class Line:
     band: list[tuple[float, float]] = field(default_factory=list)
 
 
-def chart(title: str, caption: str, x: str, y: str, lines: list[Line]) -> Picture:
-    """A chart of lines over x, and its points as a table."""
+def chart(title: str, caption: str, x: str, y: str, lines: list[Line]) -> list[Picture]:
+    """A chart of lines over x, and its points as a table; none without lines."""
+    if not lines:
+        return []
     figure, axis = subplots(figsize=CHART)
     figure.set_layout_engine("constrained")
     for line in lines:
@@ -218,26 +219,28 @@ def chart(title: str, caption: str, x: str, y: str, lines: list[Line]) -> Pictur
     figure.savefig(buffer, format="png", dpi=CHART_DPI)
     ends = [f"{line.label} from {number(line.points[0][1])} to {number(line.points[-1][1])}" for line in lines]
     alt = f"Line chart, {title}: {y} over {x}. {'; '.join(ends)}."
-    places = sorted({at for line in lines for at, _ in line.points})
     columns = [dict(line.points) for line in lines]
-    rows = [[number(at), *(number(column.get(at)) for column in columns)] for at in places]
-    return Picture(title, caption, address_of(buffer), alt, Table.of([x, *(line.label for line in lines)], rows))
+    rows = [[number(at), *(number(column.get(at)) for column in columns)] for at in sorted(set().union(*columns))]
+    table = Table.of([x, *(line.label for line in lines)], rows)
+    return [Picture(title, caption, address_of(buffer), alt, table)]
 
 
-def learning_curve(title: str, caption: str, y: str, runs: list[TrainedRun], event: str, key: str) -> Iterable[Picture]:
-    """A line for every run in the colour of its form; runs of one form differ in the line. None without values."""
+def learning_curve(
+    title: str, caption: str, y: str, runs: list[TrainedRun], event: str, key: str, vision: bool
+) -> list[Picture]:
+    """A line for every run in the colour of its form; runs of one form differ in the line."""
     lines: list[Line] = []
-    for run in runs:
+    for run in (run for run in runs if run.is_vision == vision):
         points = [(at, value) for at, value in run.points(event, key) if isinstance(value, (int, float))]
         if points:
             same = sum(line.label.startswith(f"{run.form}, ") for line in lines)
             look = replace(LOOKS.get(run.form, OTHER_FORMS), line=LINES[same % len(LINES)])
             lines.append(Line(f"{run.form}, {run.name}", points, look))
-    return [chart(title, caption, PROGRESS[runs[0].is_vision], y, lines)] if lines else []
+    return chart(title, caption, PROGRESS[vision], y, lines)
 
 
-def bandwidth_curve(run: TrainedRun) -> Iterable[Picture]:
-    """σ over training: a line for each layer, mean and range of its heads. None without bandwidths."""
+def bandwidth_curve(run: TrainedRun) -> list[Picture]:
+    """σ over training: a line for each layer, mean and range of its heads."""
     layers: dict[str, list[tuple[float, list[float]]]] = {}
     for at, sigma in run.points("eval", "sigma"):
         for layer, heads in sigma.items() if isinstance(sigma, dict) else ():
@@ -248,24 +251,23 @@ def bandwidth_curve(run: TrainedRun) -> Iterable[Picture]:
         band = [(min(heads), max(heads)) for _, heads in points]
         lines.append(Line(f"layer {int(layer.rpartition('_')[2]) + 1}", means, Look(colour), band))
     caption = "Mean σ of a layer's heads; the band is from the lowest to the highest head."
-    return [chart(f"σ over training, {run.name}", caption, PROGRESS[run.is_vision], "σ", lines)] if lines else []
+    return chart(f"σ over training, {run.name}", caption, PROGRESS[run.is_vision], "σ", lines)
 
 
 def curves(runs: list[TrainedRun]) -> list[Picture]:
-    language, vision = ([run for run in runs if run.is_vision == kind] for kind in (False, True))
-    last = {run.name: event for run in language for event in run.events if event["event"] == "eval"}
+    last = {run.name: one for run in runs if not run.is_vision for one in run.events if one["event"] == "eval"}
     held_out = "Text that was not trained on. Bits per byte do not depend on the tokenizer; lower is better."
     loss = "Cross-entropy of the last batch, label smoothing and augmentation of the recipe included."
-    return [
-        *learning_curve("Language, training loss", "The smoothed loss of the log.", "nats per token", language,
-                        "train", "smooth_loss"),
-        *learning_curve("Language, validation", " ".join([held_out, *remarks(last)]), "bits per byte", language,
-                        "eval", "val_bpb"),
-        *learning_curve("Vision, training loss", loss, "cross-entropy, nats", vision, "train", "loss"),
-        *learning_curve("Vision, validation", "Accuracy of the averaged weights on images that were not trained on.",
-                        "top-1, %", vision, "eval", "ema_top1"),
-        *(picture for run in runs for picture in bandwidth_curve(run)),
-    ]  # fmt: skip
+    top1 = "Accuracy of the averaged weights on images that were not trained on."
+    held_out = " ".join([held_out, *remarks(last)])
+    charts = [
+        ("Language, training loss", "The smoothed loss of the log.", "nats per token", "train", "smooth_loss", False),
+        ("Language, validation", held_out, "bits per byte", "eval", "val_bpb", False),
+        ("Vision, training loss", loss, "cross-entropy, nats", "train", "loss", True),
+        ("Vision, validation", top1, "top-1, %", "eval", "ema_top1", True),
+    ]
+    pictures = [learning_curve(title, caption, y, runs, *of) for title, caption, y, *of in charts]
+    return [*itertools.chain(*pictures, *map(bandwidth_curve, runs))]
 
 
 def run_tables(runs: list[TrainedRun]) -> list[Table]:
@@ -352,21 +354,18 @@ def drawn(module: Any, subjects: list[Any], counts: dict[str, int]) -> list[Pict
     """The families of a trainer's figures that can be drawn of these subjects. module: has FAMILIES and why_not."""
     pictures, images = [], list(dict.fromkeys(getattr(subject, "image", "") for subject in subjects))
     for name, count in counts.items():
+        chosen = subjects[:count]
         if module is vision_families:
             models = {s.about for s in subjects} if name in BESIDE_TWINS else {subjects[0].about}
             chosen = [s for s in subjects if s.about in models and s.image in images[:count]]
-        else:
-            chosen = subjects[:count]
-        if not module.why_not(name, chosen):
-            with tempfile.TemporaryDirectory() as folder:
-                pictures += map(picture_of, module.FAMILIES[name](chosen, Path(folder)))
+        if module.why_not(name, chosen):
+            continue
+        with tempfile.TemporaryDirectory() as folder:
+            for figure in module.FAMILIES[name](chosen, Path(folder)):
+                rows = [[number(value) for value in row.values()] for row in figure.rows]
+                table = Table.of(figure.rows[0], rows) if rows else None
+                pictures.append(Picture(figure.title, "", address_of(figure.path), figure.alt, table))
     return pictures
-
-
-def picture_of(figure: Figure) -> Picture:
-    rows = [[number(value) for value in row.values()] for row in figure.rows]
-    table = Table.of(figure.rows[0], rows) if rows else None
-    return Picture(figure.title, "", address_of(figure.path), figure.alt, table)
 
 
 def address_of(source: Path | io.BytesIO) -> str:
@@ -433,11 +432,9 @@ def page_template() -> jinja2.Template:
 
 def main(config: ReportConfig) -> None:
     started = time.perf_counter()
-    out = config.out or config.base / "report.html"
+    out = config.base / "report.html"
     if not config.run:
         check_named(config.base, ReportConfig.base, "the outputs of runs")
-    if out.is_dir():
-        raise UserError(f"--out is the file to write, and {out} is a folder")
     content = page_template().render(sections=sections(config), commit=git_commit(), command=command_line())
     with atomic(out) as temporary:
         temporary.write_text(content, encoding="utf-8")

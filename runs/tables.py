@@ -20,8 +20,7 @@ from nanochat_gka.core_metric.published import GPT2_ACCURACY, PAPER_EXAMPLES, PA
 from nanochat_gka.core_metric.report import Score, aggregate, error_of_mean, paper_score, score_of
 from nanochat_gka.training.bits_per_byte import remarks
 from runs import frames, pages
-from runs.demo.language import STEPS, VARIANTS, run_tag
-from runs.demo.report import COLUMNS
+from runs.demo.language import COLUMNS, STEPS, VARIANTS, run_tag
 from runs.demo.vision import HEADINGS as VISION_HEADINGS
 from runs.demo.vision import cells as vision_cells
 from runs.examples import text_classifier

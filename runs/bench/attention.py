@@ -13,27 +13,20 @@ bfloat16. On a CPU float32, then bfloat16 (-bf16, beside the faster of both dtyp
 thread, then with all. `python -m runs.bench.report` prints the tables.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
 
 import torch
 
 from nanochat_gka.model.config import GPTConfig
-from runs.bench.operators import FORWARD, FULL, Case, Operator, gate, inputs, normalise, operators
-from runs.bench.program import ComparisonConfig, Recorder, with_dtype
-from runs.bench.timing import Measurement, Plan, buffers_for, interleave, release_memory
-from trainkit_gka.cli import UserError, run
+from runs.bench.operators import FULL, Case, Operator, gate, inputs, normalise, operators
+from runs.bench.program import Comparison, ComparisonConfig, time_cases
+from runs.bench.timing import Measurement, Plan, buffers_for, interleave
+from trainkit_gka.cli import run
 from trainkit_gka.distributed import setup
-from trainkit_gka.progress import progress_bar
 
-BENCHMARK = "attention"
 D20 = GPTConfig.from_depth(20)
-VIT_HEADS = {"vit-ti": 3, "vit-s": 6, "vit-b": 12}
-# Name, batch, tokens, heads, head_dim.
-CAUSAL = {
-    "cuda": [("lm-full", 16, D20.sequence_len, D20.n_head, D20.head_dim)],
-    "cpu": [("lm-full", 1, 2048, 8, 64), ("lm-short-full", 4, 512, 4, 32)],
-}
 CPU_WINDOW = 256  # earlier tokens in reach
 SLOW = ("vit-s", "vit-b", "lm-window", "lm-short-window")  # --quick leaves them out
 ONE_DTYPE = ("sweep-", "decode-")  # cases in the device's usual dtype alone
@@ -50,44 +43,33 @@ class AttentionConfig(ComparisonConfig):
     shapes: list[str] = field(default_factory=list)
     """Time these instead of the standard cases: BxTxHxD, then pN (padded, lengths N to T), or c (causal), wN (window
     N), n (RMS-normalised heads), d (decode), dk (decode, keys derived from the cache): 16x2048x10x128cw1024n."""
-    skip: list[str] = field(default_factory=list)
-    """Leave out candidates with one of these in their name, such as flex or eager."""
-
-    def check(self) -> None:
-        try:
-            self.parsed = [Case.parse(shape) for shape in self.shapes]
-        except ValueError as error:
-            raise UserError(f"--shapes: {error}") from None
 
 
 def standard_cases(device_type: str, quick: bool) -> list[Case]:
     """The cases, in sizes that the device can do; `quick` keeps one of each kind."""
     cuda = device_type == "cuda"
-    cases = [Case(name, 256 if cuda else 8, 197, heads, 64) for name, heads in VIT_HEADS.items()]
-    for name, batch, tokens, heads, head_dim in CAUSAL[device_type]:
-        full = Case(name, batch, tokens, heads, head_dim, causal=True, constant_norm=True)
+    cases = [Case(f"vit-{size}", 256 if cuda else 8, 197, h, 64) for size, h in {"ti": 3, "s": 6, "b": 12}.items()]
+    causal = {"lm-full": (1, 2048, 8, 64), "lm-short-full": (4, 512, 4, 32)}
+    if cuda:
+        causal = {"lm-full": (16, D20.sequence_len, D20.n_head, D20.head_dim)}
+    for name, shape in causal.items():
+        full = Case(name, *shape, causal=True, constant_norm=True)
         window = D20.window(0) if cuda else CPU_WINDOW
         cases += [full, replace(full, name=name.replace("full", "window"), window=window)]
     total, longest, heads = (65536, 16384, 6) if cuda else (1024, 1024, 3)
-    lengths = [64 * 2**k for k in range(9) if 64 * 2**k <= longest]
-    cases += [
-        Case(f"sweep-{length}", total // length, length, heads, 64) for length in (lengths[::4] if quick else lengths)
-    ]
+    lengths = [64 * 2**k for k in range(9) if 64 * 2**k <= longest][:: 4 if quick else 1]
+    cases += [Case(f"sweep-{length}", total // length, length, heads, 64) for length in lengths]
     caches = [(1, 1024), (1, 2048), (1, 8192), (32, 1024), (32, 2048), (32, 8192)] if cuda else [(1, 1024), (8, 1024)]
-    for derived in (False, True):
-        cases += [
-            Case(
-                f"decode{'-derived' if derived else ''}-b{b}-{n}",
-                b, n, D20.n_head, D20.head_dim, constant_norm=True, queries=1, derived=derived,
-            )
-            for b, n in (caches[::3] if quick else caches)
-        ]  # fmt: skip
+    for name, derived in (("decode", False), ("decode-derived", True)):
+        for b, n in caches[:: 3 if quick else 1]:
+            shape = b, n, D20.n_head, D20.head_dim
+            cases.append(Case(f"{name}-b{b}-{n}", *shape, constant_norm=True, queries=1, derived=derived))
     padded = Case("padded", 64 if cuda else 8, 512, 12 if cuda else 4, 64, shortest=64)
     cases += [padded, replace(padded, name="padded-full", shortest=512)]
     return [case for case in cases if case.name not in SLOW] if quick else cases
 
 
-def make_calls(case: Case, phase: str, candidates: dict[str, Operator], buffers: int, device):
+def make_calls(case: Case, phase: str, candidates: dict[str, Operator], buffers: int, device: torch.device):
     """name -> call(n): the operator, forward or forward and backward, on the n-th set of inputs."""
     sets, grads = {}, {}
     for family, dtype in {(operator.family, operator.dtype) for operator in candidates.values()}:
@@ -107,54 +89,33 @@ def make_calls(case: Case, phase: str, candidates: dict[str, Operator], buffers:
         tensors = sets[operator.family, operator.dtype][n]
         torch.autograd.grad(operator.function(*tensors), tensors, grads[operator.dtype][n])
 
-    return {name: partial(forward if phase == FORWARD else full, operator) for name, operator in candidates.items()}
+    return {name: partial(full if phase == FULL else forward, operator) for name, operator in candidates.items()}
 
 
-def measure(
-    case: Case, phase: str, dtype: torch.dtype, plan: Plan, device: torch.device, skip: list[str]
-) -> tuple[dict[str, Measurement], dict[str, str]]:
-    """One comparison: what every candidate gave, and its role."""
-    torch._dynamo.reset()  # FlexAttention compiles for each shape, and torch stops at eight
-    candidates = operators(case, device, dtype, phase)
-    candidates = {name: each for name, each in candidates.items() if not any(word in name for word in skip)}
-    roles = {name: operator.role for name, operator in candidates.items()}
-    bytes_each = case.batch * case.tokens * case.heads * case.head_dim * dtype.itemsize
-    buffers = buffers_for(device, bytes_each)
-    try:
-        calls = make_calls(case, phase, candidates, buffers, device)
-    except torch.OutOfMemoryError as error:
-        measured = {name: Measurement() for name in candidates}
-        for measurement in measured.values():
-            measurement.fail(error)
-        return measured, roles
-    gates = {name: partial(gate, operator, case, phase, device) for name, operator in candidates.items()}
-    return interleave(calls, device, replace(plan, buffers=buffers), gates), roles
+def measure(config: AttentionConfig, plan: Plan, device: torch.device, case: Case, phase: str) -> Iterator[Comparison]:
+    """A comparison in each dtype."""
+    for name in config.dtypes_on(device.type)[: 1 if case.name.startswith(ONE_DTYPE) else None]:
+        torch._dynamo.reset()  # FlexAttention compiles for each shape, and torch stops at eight
+        dtype = getattr(torch, name)
+        candidates = {n: one for n, one in operators(case, device, dtype, phase).items() if not config.skips(n)}
+        buffers = buffers_for(device, case.batch * case.tokens * case.heads * case.head_dim * dtype.itemsize)
+        try:
+            calls = make_calls(case, phase, candidates, buffers, device)
+        except torch.OutOfMemoryError as error:
+            measured = {name: Measurement().fail(error) for name in candidates}
+        else:
+            gates = {name: partial(gate, operator, case, phase, device) for name, operator in candidates.items()}
+            measured = interleave(calls, device, replace(plan, buffers=buffers), gates)
+        roles = {name: operator.role for name, operator in candidates.items()}
+        yield Comparison({**case.settings(), "dtype": name}, measured, roles)
 
 
 def main(config: AttentionConfig) -> None:
-    config.check()
     device = setup(config.device_type).device
-    cases = {}
-    for case in config.parsed or standard_cases(device.type, config.quick):
-        for dtype in config.dtypes_on(device.type):
-            name = with_dtype(case.name, dtype, device.type)
-            if name == case.name or config.parsed or not case.name.startswith(ONE_DTYPE):
-                cases[name] = case, dtype
-    chosen = config.select(list(cases))
-    plan = config.adjust(PLANS[device.type])
-    all_threads = [torch.get_num_threads()]
-    with progress_bar() as bar:
-        for threads in config.with_threads(sorted({1, *all_threads}) if device.type == "cpu" else all_threads):
-            recorder = Recorder(config, BENCHMARK, device)
-            task = bar.add_task(f"attention, {threads} threads", total=len(chosen), status="")
-            for name in chosen:
-                bar.update(task, status=name)
-                case, dtype = cases[name]
-                for phase in (FORWARD,) if case.queries else (FORWARD, FULL):
-                    measured, roles = measure(case, phase, getattr(torch, dtype), plan, device, config.skip)
-                    recorder.record(name, phase, measured, roles, {**case.settings(), "dtype": dtype})
-                    release_memory()
-                bar.advance(task)
+    chosen = config.choose(Case.parse, standard_cases, device.type)
+    timed = partial(measure, config, config.adjust(PLANS[device.type]), device)
+    threads = sorted({1, torch.get_num_threads()}) if device.type == "cpu" else ()
+    time_cases("attention", config, chosen, device, timed, threads)
 
 
 if __name__ == "__main__":

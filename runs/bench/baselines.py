@@ -36,10 +36,10 @@ def sdpa(mask: Mask, backend: SDPBackend | None = None) -> Softmax:
 
     A dense mask only where the kernel has no other way.
     """
-    masks = Masks(mask)
+    added = added_masks(mask)
 
     def attend(q, k, v):
-        dense = None if mask.window is None else masks.of(k.shape[1] - q.shape[1], k.shape[1], 0, k.shape[1], q)
+        dense = None if mask.window is None else added(k.shape[1] - q.shape[1], k.shape[1], 0, k.shape[1], q)
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))
         with sdpa_kernel(backend) if backend else contextlib.nullcontext():
             y = F.scaled_dot_product_attention(q, k, v, dense, is_causal=mask.causal and dense is None)
@@ -53,7 +53,7 @@ def sdpa_in_blocks(mask: Mask, block: int) -> Softmax:
 
     The blocks in the middle of the sequence share one small mask.
     """
-    masks = Masks(mask)
+    added = added_masks(mask)
     before, after = mask.reach
 
     def attend(q, k, v):
@@ -63,7 +63,7 @@ def sdpa_in_blocks(mask: Mask, block: int) -> Softmax:
         for first in range(0, tokens, block):
             last = min(first + block, tokens)
             begin, end = max(0, first - before), min(tokens, last + after)
-            visible = masks.of(first, last, begin, end, q)
+            visible = added(first, last, begin, end, q)
             keys, values = (t[:, :, begin:end] for t in (k, v))
             parts.append(F.scaled_dot_product_attention(q[:, :, first:last], keys, values, visible))
         return torch.cat(parts, dim=2).transpose(1, 2)
@@ -71,21 +71,17 @@ def sdpa_in_blocks(mask: Mask, block: int) -> Softmax:
     return attend
 
 
-class Masks:
-    """A windowed mask as what SDPA adds to the scores, (rows, columns): made once for each part that is asked for."""
+def added_masks(mask: Mask) -> Callable[[int, int, int, int, torch.Tensor], torch.Tensor]:
+    """of(first, last, begin, end, like): what SDPA adds to the scores of queries at the positions first to last and
+    keys at begin to end, (rows, columns) in the dtype of `like`. Made once for each part.
+    """
 
-    def __init__(self, mask: Mask):
-        self.mask = mask
-        self.made: dict[tuple, torch.Tensor] = {}
+    @functools.cache
+    def made(rows: int, offset: int, columns: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        hidden = ~mask.visible(torch.arange(offset, offset + rows)[:, None], torch.arange(columns))
+        return torch.zeros(hidden.shape, dtype=dtype).masked_fill(hidden, -math.inf).to(device)
 
-    def of(self, first: int, last: int, begin: int, end: int, like: torch.Tensor) -> torch.Tensor:
-        """For queries at the positions first to last and keys at begin to end, in the dtype of `like`."""
-        key = (last - first, first - begin, end - begin, like.dtype, like.device)
-        if key not in self.made:
-            queries, keys = torch.arange(first, last)[:, None], torch.arange(begin, end)
-            hidden = ~self.mask.visible(queries, keys)
-            self.made[key] = torch.zeros(hidden.shape, dtype=like.dtype).masked_fill(hidden, -math.inf).to(like.device)
-        return self.made[key]
+    return lambda first, last, begin, end, like: made(last - first, first - begin, end - begin, like.dtype, like.device)
 
 
 def products(mask: Mask) -> Softmax:
@@ -154,12 +150,14 @@ def multiplies_bfloat16() -> bool:
 multiplies_bfloat16._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
+def visible_keys(lengths: list[int], tokens: int) -> torch.Tensor:
+    """Which keys are no padding, (B, 1, 1, T)."""
+    return (torch.arange(tokens) < torch.tensor(lengths)[:, None])[:, None, None]
+
+
 def padded_products(lengths: list[int], tokens: int) -> Softmax:
     """Sequences of different lengths as two matrix products around a softmax, with a mask that hides padded keys."""
-    hidden = torch.zeros(len(lengths), 1, 1, tokens)
-    for row, length in enumerate(lengths):
-        hidden[row, :, :, length:] = -math.inf
-    on = functools.cache(hidden.to)
+    on = functools.cache(torch.zeros(1).masked_fill(~visible_keys(lengths, tokens), -math.inf).to)
 
     def attend(q, k, v):
         q, k, v = (t.transpose(1, 2) for t in (q * q.shape[-1] ** -0.5, k, v))
@@ -171,8 +169,7 @@ def padded_products(lengths: list[int], tokens: int) -> Softmax:
 
 def padding_mask(lengths: list[int], tokens: int) -> Softmax:
     """Sequences of different lengths in one call of SDPA, whose mask hides the padded keys."""
-    visible = (torch.arange(tokens) < torch.tensor(lengths)[:, None])[:, None, None]
-    on = functools.cache(visible.to)
+    on = functools.cache(visible_keys(lengths, tokens).to)
 
     def attend(q, k, v):
         parts = (t.transpose(1, 2) for t in (q, k, v))
@@ -191,20 +188,5 @@ def one_by_one(lengths: list[int]) -> Softmax:
             y = F.scaled_dot_product_attention(*parts).transpose(1, 2)
             rows.append(F.pad(y, (0, 0, 0, 0, 0, q.shape[1] - length)))
         return torch.cat(rows)
-
-    return attend
-
-
-def flash_attention_3(mask: Mask) -> Softmax:
-    """The flash_attn_interface package's, where it is installed."""
-
-    def attend(q, k, v):
-        try:
-            from flash_attn_interface import flash_attn_func
-        except ImportError:
-            raise RuntimeError("flash_attn_interface is not installed") from None
-        window = (-1, -1) if mask.window is None else (mask.window, 0 if mask.causal else mask.window)
-        y = flash_attn_func(q, k, v, causal=mask.causal, window_size=window)
-        return y[0] if isinstance(y, tuple) else y
 
     return attend

@@ -9,13 +9,14 @@ eps are compared with the oracle at that eps, routes that drop it with the oracl
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 
@@ -58,21 +59,19 @@ def routes() -> Iterator[tuple[dict[str, Any], dict[str, float]]]:
         for problem, names in (each for mask in MASKS for each in problems(features, dtype, mask)):
             behind = problem.behind_front()
             scores = behind.x.double().square().sum(-1) / torch.tensor(SIGMA_SQUARED)
-            sizes = {
-                "max_norm2_over_sigma2": float(scores.max()),
-                "log_sigma_condition": float(testing.log_sigma_condition(behind)),
-            }
+            condition = float(testing.log_sigma_condition(behind))
+            sizes = {"max_norm2_over_sigma2": float(scores.max()), "log_sigma_condition": condition}
             exact = testing.oracle(problem).named()
             for name in names:
                 result = run_route(name, problem).named()
                 by_route.setdefault(name, []).append({out: relative(result[out], exact[out]) for out in exact} | sizes)
         for name, of_masks in by_route.items():
             settings = {"features": features, "dtype": str(dtype).removeprefix("torch."), "route": name}
-            worst = {column: largest([one[column] for one in of_masks]) for column in of_masks[0]}
+            worst = {column: float(np.max([one[column] for one in of_masks])) for column in of_masks[0]}
             yield settings | {"shape": SHAPE, "sigma_squared": SIGMA_SQUARED}, worst
 
 
-def problems(features: str, dtype: torch.dtype, mask: Mask) -> Iterator[tuple[testing.Problem, tuple[str, ...]]]:
+def problems(features: str, dtype: torch.dtype, mask: Mask) -> Iterator[tuple[testing.Problem, Sequence[str]]]:
     """Problems, and the routes that are compared on each."""
     problem = testing.Problem.seeded(features, SHAPE, dtype, mask=mask, eps=EPS)
     without_eps = replace(problem, eps=0.0)
@@ -84,10 +83,10 @@ def problems(features: str, dtype: torch.dtype, mask: Mask) -> Iterator[tuple[te
         yield replace(without_eps, x=testing.make_features("normal", SHAPE, dtype), front=norm), (CONSTANT_NORM,)
 
 
-def fused_on_cpus(applies_eps: bool) -> tuple[str, ...]:
+def fused_on_cpus(applies_eps: bool) -> list[str]:
     """Implementations that are fused on CPUs, and apply eps or drop it."""
     serve = {name: one.SERVES for name, one in IMPLEMENTATIONS.items()}
-    return tuple(n for n, one in serve.items() if "cpu" in one.fused_on and one.applies_eps == applies_eps)
+    return [name for name, one in serve.items() if "cpu" in one.fused_on and one.applies_eps == applies_eps]
 
 
 def run_route(route: str, problem: testing.Problem) -> testing.Result:
@@ -101,11 +100,6 @@ def run_route(route: str, problem: testing.Problem) -> testing.Result:
 def relative(result: torch.Tensor, exact: torch.Tensor) -> float:
     """The root of the errors' squares over those of the exact result."""
     return math.sqrt((result.double() - exact).square().sum().item() / exact.square().sum().item())
-
-
-def largest(numbers: list[float]) -> float:
-    """The largest number; NaN if one is."""
-    return torch.tensor(numbers, dtype=torch.float64).max().item()
 
 
 def records(path: Path = FILE) -> list[dict]:

@@ -1,28 +1,41 @@
-"""What the benchmarks of whole models share: their kinds, twins, compilation, and the gate on logits or gradients."""
+"""What the benchmarks of whole models share: subjects and candidates, compilation, the gate on logits or gradients."""
 
 import copy
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any, NamedTuple
+import functools
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from gka.kinds import KINDS
 from gka.testing import disagreement
-from runs.bench.program import Recorder, with_dtype
-from runs.bench.timing import Measurement
+from runs.bench.program import Comparison, ComparisonConfig
+from runs.bench.timing import Measurement, Plan, interleave
+from trainkit_gka import compiling
+from trainkit_gka.distributed import Runtime
 
 # Logits and gradients pass many layers: in float32 another order of additions may differ by more than twice plain
 # PyTorch's error.
 FLOAT32_ROUNDINGS = 32
+TRAINING = "training"
 HELD = "softmax-cudnn"  # softmax attention held to cuDNN's kernel; CUDA only
-MODEL_KINDS = ("softmax", HELD, *(kind for kind in KINDS if kind != "softmax"))
-# What a kind is in a comparison: ratios are of the fastest baseline over ours.
-ROLES = dict.fromkeys(KINDS, "other") | {"softmax": "baseline", HELD: "baseline", "gka": "ours"}
-
-
 EAGER = "eager"
+
+
+@dataclass
+class ModelConfig(ComparisonConfig):
+    """The flags of a benchmark of whole models."""
+
+    compile: Literal["auto", "on", "off"] = "auto"
+    """Whether to use torch.compile; auto = on, but off with --quick on a CPU. On a CPU eager models take part too."""
+
+    def mode(self, usual: str, runtime: Runtime) -> str:
+        """The mode of torch.compile: `usual` or "off". Raises UserError if it is asked for and fails here."""
+        automatic = "off" if self.quick and runtime.device.type == "cpu" else "on"
+        return usual if compiling.mode("--compile", self.compile, automatic, runtime) == "on" else "off"
 
 
 class CandidateKey(NamedTuple):
@@ -38,47 +51,139 @@ class CandidateKey(NamedTuple):
         return kind if self.dtype == dtype else f"{kind}, {self.dtype}"
 
 
-def comparison(measured: Iterable[CandidateKey], dtype: str) -> dict[str, CandidateKey]:
-    """Name -> candidate of the comparison in one dtype: all that have it, and softmax attention in float32 too.
+def keys_of(kinds: Iterable[str], config: ComparisonConfig, mode: str, device: torch.device) -> list[CandidateKey]:
+    """Every kind in every dtype; on a CPU eager models beside compiled ones. softmax-cudnn is for CUDA alone."""
+    modes = ["", EAGER] if device.type == "cpu" and mode != "off" else [""]
+    kinds = [kind for kind in kinds if kind != HELD or device.type == "cuda"]
+    keys = itertools.product(kinds, config.dtypes_on(device.type), modes)
+    return [key for key in itertools.starmap(CandidateKey, keys) if not config.skips(key.name(key.dtype))]
 
-    On CPUs torch's attention can be slower in bfloat16 than in float32, and the faster counts.
+
+class Subject:
+    """The weights and the batch that the candidates of one kind share, and what they must compute.
+
+    judged: index of the part of the batch that the gate compares with float64; the targets of the rest are `ignored`.
+    A subclass has network(dtype, mode), the model in a mode of torch.compile and its module before that;
+    logits(network, inputs, dtype) and loss(network, inputs, targets, dtype); optimizer(compiled), at a rate of 0, so
+    that weights stay what they are; and state(optimizer), its tensors.
     """
-    return {
-        key.name(dtype): key
-        for key in measured
-        if key.dtype == dtype or (key.dtype == "float32" and key.kind.startswith("softmax"))
-    }
+
+    def __init__(self, kind: str, phase: str, model: nn.Module, inputs, targets, judged, ignored: float):
+        self.kind, self.phase, self.model, self.judged = kind, phase, model, judged
+        self.inputs, self.targets = inputs, targets
+        self.few_targets = torch.full_like(targets, ignored)
+        self.few_targets[judged] = targets[judged]
+
+    def literal(self, model: nn.Module, exact: bool) -> nn.Module:
+        """The model, or a copy by the equations. exact: for float64; else in plain PyTorch's arithmetic."""
+        return model
+
+    def scale(self, inputs: torch.Tensor) -> float:
+        """Of the loss of these inputs, so that the gradient is that of the batch with `few_targets`."""
+        return 1.0
+
+    @functools.cached_property
+    def exact(self) -> torch.Tensor:
+        """What is judged, in float64 and by the equations; computed once for all candidates."""
+        model = copy.deepcopy(self.literal(self.model, exact=True)).double()
+        few = (t[self.judged] for t in (self.inputs, self.targets))
+        return self.answer(model, model, "float32", *(t.double() if t.is_floating_point() else t for t in few))
+
+    def answer(self, network: Callable, model: nn.Module, dtype: str, inputs, targets) -> torch.Tensor:
+        """The gradient of all parameters of `model`, or logits, of a network, in float64."""
+        if self.phase == TRAINING:
+            return gradient(model, lambda: self.scale(inputs) * self.loss(network, inputs, targets, dtype))
+        with torch.inference_mode():
+            return self.logits(network, inputs, dtype)[self.judged].double()
 
 
-def record(
-    recorder: Recorder,
-    case: str,
-    phase: str,
-    measured: Mapping[CandidateKey, Measurement],
-    roles: Mapping[str, str],
-    settings: dict[str, Any],
-    extra: Callable[[CandidateKey, Measurement], dict[str, Any]],
-) -> None:
-    """Write the comparison of the dtype in `settings`. roles: by kind. extra: further metrics of a candidate."""
-    keys = comparison(measured, settings["dtype"])
-    recorder.record(
-        with_dtype(case, settings["dtype"], recorder.device.type),
-        phase,
-        {name: measured[key] for name, key in keys.items()},
-        {name: roles[key.kind] for name, key in keys.items()},
-        settings,
-        lambda name, measurement: extra(keys[name], measurement),
-    )
+class Candidate:
+    """A subject in one dtype, in a mode of torch.compile or "off". `step(n)` is the work that is timed."""
+
+    def __init__(self, subject: Subject, dtype: str, mode: str = "off"):
+        self.subject, self.dtype = subject, dtype
+        self.network, self.model = subject.network(dtype, mode)
+        self.optimizer = subject.optimizer(mode != "off") if subject.phase == TRAINING else None
+        self.step: Callable[[int], Any] = self.train if subject.phase == TRAINING else self.infer
+
+    def infer(self, n: int) -> None:
+        with torch.inference_mode():
+            self.subject.logits(self.network, self.subject.inputs, self.dtype)
+
+    def train(self, n: int) -> None:
+        self.subject.loss(self.network, self.subject.inputs, self.subject.targets, self.dtype).backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def gate(self) -> str | None:
+        """Why the model is wrong, or None: the judged part of the batch is compared with the same weights in float64.
+
+        The rest of the batch, without targets, has no gradient.
+        """
+        subject = self.subject
+        got = subject.answer(self.network, self.model, self.dtype, subject.inputs, subject.few_targets)
+        literal = subject.literal(self.model, exact=False)
+        few = subject.inputs[subject.judged], subject.targets[subject.judged]
+        return self.compare(got, subject.exact, subject.answer(literal, literal, self.dtype, *few))
+
+    def compare(self, got: torch.Tensor, exact: torch.Tensor, plain: torch.Tensor) -> str | None:
+        """Why logits or gradients are wrong, or None. plain: in this dtype, uncompiled and by the equations."""
+        half = self.dtype == "bfloat16"
+        floor = torch.finfo(torch.bfloat16).eps if half else FLOAT32_ROUNDINGS * torch.finfo(torch.float32).eps
+        name = "gradient" if self.subject.phase == TRAINING else "logits"
+        return disagreement({name: got}, {name: exact}, {name: plain}, {name: floor})
+
+    def held_mib(self) -> float:
+        """MiB on the accelerator between steps: weights, optimiser state and the batch, each storage once."""
+        state = self.subject.state(self.optimizer) if self.optimizer else ()
+        held = [*self.model.parameters(), *self.model.buffers(), *state, self.subject.inputs, self.subject.targets]
+        storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in held if t.is_cuda}
+        return sum(storages.values()) / 2**20
 
 
-def default_kinds(cuda: bool) -> list[str]:
-    """The kinds that a benchmark times if none is named."""
-    return [kind for kind in MODEL_KINDS if ROLES[kind] != "other" and (cuda or kind != HELD)]
+def measure(
+    keys: list[CandidateKey], build: Callable[[str], Subject], candidate: type[Candidate], mode: str,
+    device: torch.device, plan: Plan,
+) -> tuple[dict[CandidateKey, Measurement], dict[CandidateKey, Candidate]]:  # fmt: skip
+    """Time all kinds in all dtypes in turns. build: the subject of a kind. Returns candidates that could be built."""
+    torch._dynamo.reset()  # programs of other cases hold memory
+    candidates: dict[CandidateKey, Candidate] = {}
+    failed: dict[CandidateKey, Measurement] = {}
+    for kind, of_kind in itertools.groupby(keys, lambda key: key.kind):
+        group = list(of_kind)
+        try:
+            subject = build(kind)
+            candidates |= {key: candidate(subject, key.dtype, "off" if key.mode == EAGER else mode) for key in group}
+        except (ValueError, torch.OutOfMemoryError) as error:
+            failed |= {key: Measurement().fail(error) for key in group}
+    steps, gates = ({key: getattr(c, name) for key, c in candidates.items()} for name in ("step", "gate"))
+    timed = interleave(steps, device, plan, gates)
+    for key, measurement in timed.items():
+        if measurement.peak_mib is not None:
+            measurement.peak_mib += candidates[key].held_mib()
+    return failed | timed, candidates
 
 
-def modes(mode: str, device: torch.device) -> dict[str, str]:
-    """What names say of it -> mode of torch.compile: the one that is asked for, on a CPU eager models beside it."""
-    return {"": mode} | ({EAGER: "off"} if device.type == "cpu" and mode != "off" else {})
+def comparisons(
+    measured: Mapping[CandidateKey, Measurement], roles: Mapping[str, str], settings: dict[str, Any],
+    metrics: Callable[[CandidateKey, Measurement], dict[str, Any]],
+) -> Iterator[Comparison]:  # fmt: skip
+    """A comparison for each dtype: all candidates that have it, and softmax attention in float32 too.
+
+    On CPUs torch's attention can be slower in bfloat16 than in float32, and the faster counts. roles: by kind.
+    """
+    for dtype in dict.fromkeys(key.dtype for key in measured):
+        keys = {
+            key.name(dtype): key
+            for key in measured
+            if key.dtype == dtype or (key.dtype == "float32" and key.kind.startswith("softmax"))
+        }
+        yield Comparison(
+            {**settings, "dtype": dtype},
+            {name: measured[key] for name, key in keys.items()},
+            {name: roles[key.kind] for name, key in keys.items()},
+            {name: metrics(key, measured[key]) for name, key in keys.items()},
+        )
 
 
 class HeldToCudnn(nn.Module):
@@ -122,26 +227,3 @@ def gradient(model: nn.Module, loss: Callable[[], torch.Tensor]) -> torch.Tensor
     vector = torch.cat([p.grad.double().flatten().cpu() for p in model.parameters() if p.grad is not None])
     model.zero_grad(set_to_none=True)
     return vector
-
-
-def model_gate(name: str, got: torch.Tensor, want: torch.Tensor, plain: torch.Tensor, half: bool) -> str | None:
-    """Why logits or gradients are wrong, or None.
-
-    plain: the same in the candidate's arithmetic, uncompiled and by the literal equations. half: that arithmetic is
-    bfloat16.
-    """
-    floor = torch.finfo(torch.bfloat16).eps if half else FLOAT32_ROUNDINGS * torch.finfo(torch.float32).eps
-    return disagreement({name: got}, {name: want}, {name: plain}, {name: floor})
-
-
-def add_held(measured: Mapping[str, Measurement], candidates: Mapping[str, Any]) -> None:
-    """Count what each candidate holds between steps (its `held_mib`) into its peak."""
-    for kind, measurement in measured.items():
-        if measurement.peak_mib is not None:
-            measurement.peak_mib += candidates[kind].held_mib()
-
-
-def tensors_mib(tensors: Iterable[torch.Tensor]) -> float:
-    """Memory of tensors on the accelerator, MiB, each storage once."""
-    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors if t.is_cuda}
-    return sum(storages.values()) / 2**20

@@ -52,12 +52,17 @@ class Case:
     shortest: int | None = None  # sequences of `shortest` to `tokens` tokens, padded on the right; None: no lengths
 
     @property
-    def shape(self) -> tuple[int, int, int, int]:
-        return self.batch, self.tokens, self.heads, self.head_dim
+    def phases(self) -> tuple[str, ...]:
+        return (FORWARD,) if self.queries else (FORWARD, FULL)
 
     @property
     def mask(self) -> Mask:
         return Mask(self.causal, self.window)
+
+    @property
+    def norm(self) -> Callable[[torch.Tensor], torch.Tensor] | None:
+        """The RMS norm of each head, which the features of a gka operator pass first; None where there is none."""
+        return partial(F.rms_norm, normalized_shape=(self.head_dim,)) if self.constant_norm else None
 
     @property
     def lengths(self) -> list[int] | None:
@@ -68,13 +73,13 @@ class Case:
         return torch.randint(self.shortest, self.tokens + 1, (self.batch,), generator=generator).tolist()
 
     def settings(self) -> dict:
-        """What the result file says about the shape."""
-        shape = asdict(self)
-        del shape["name"]
-        return shape | {"queries": self.queries or self.tokens}
+        """The shape as columns of a row."""
+        return {name: value for name, value in asdict(self).items() if name != "name"} | {
+            "queries": self.queries or self.tokens
+        }
 
     @classmethod
-    def parse(cls, text: str) -> "Case":
+    def parse(cls, text: str, device_type: str = "") -> "Case":
         """A shape as the command line gives it: BxTxHxD, then pN, or c, wN, n, d. Raises ValueError for anything else.
 
         pN: padded, lengths from N to T. c: causal. wN: window N. n: RMS-normalised heads. d: decode. dk: decode with
@@ -122,14 +127,9 @@ def inputs(case: Case, family: str, device, dtype, seed: int) -> Tensors:
     return (queries, log_sigma(case, device)) + ((draw(case.tokens),) if case.queries else ())
 
 
-def front(case: Case) -> Callable[[torch.Tensor], torch.Tensor] | None:
-    """What the features of a gka operator pass first: the RMS norm of each head, where the case has one."""
-    return partial(F.rms_norm, normalized_shape=(case.head_dim,)) if case.constant_norm else None
-
-
 def normalise(case: Case, tensors: Tensors) -> Tensors:
-    """The arguments of a gka operator, its features through `front`."""
-    norm = front(case)
+    """The arguments of a gka operator, its features behind the RMS norm of each head where the case has one."""
+    norm = case.norm
     return tensors if norm is None else tuple(norm(t) if t.dim() == 4 else t for t in tensors)
 
 
@@ -137,13 +137,11 @@ def operators(case: Case, device: torch.device, dtype: torch.dtype, phase: str) 
     """Every candidate for the case on this device, ours first. One that cannot serve says so when it is called."""
     ours = derived_candidates(case, device) if case.derived else gka_candidates(case, device, dtype, phase)
     candidates = {name: Operator(role, "gka", function, dtype) for name, (role, function) in ours.items()}
-    softmax = softmax_candidates(case, device)
-    candidates |= {name: Operator(role, "softmax", function, dtype) for name, (role, function) in softmax.items()}
-    if device.type == "cpu" and dtype == torch.bfloat16:  # torch's own is slower there in bfloat16 than in float32
-        candidates |= {
-            f"{name}, float32": Operator(role, "softmax", function, torch.float32)
-            for name, (role, function) in softmax.items()
-        }
+    # On a CPU torch's own is slower in bfloat16 than in float32.
+    float32 = {", float32": torch.float32} if device.type == "cpu" and dtype == torch.bfloat16 else {}
+    for suffix, computed_in in {"": dtype, **float32}.items():
+        for name, (role, function) in softmax_candidates(case, device).items():
+            candidates[name + suffix] = Operator(role, "softmax", function, computed_in)
     return candidates
 
 
@@ -152,26 +150,29 @@ def gka_candidates(case: Case, device: torch.device, dtype: torch.dtype, phase: 
     x, sigma, *cache = (
         t.requires_grad_(phase == FULL) for t in inputs(replace(case, batch=1), "gka", device, dtype, 0)
     )
-    options = dict(causal=case.causal, window=case.window, constant_norm=case.constant_norm)
+    options = dict(causal=case.causal, window=case.window)
     lengths = None if case.lengths is None else torch.tensor(case.lengths, device=device)
+
+    def gaussian(impl: str, constant_norm: bool, lengths: torch.Tensor | None) -> Callable[..., torch.Tensor]:
+        more = dict(constant_norm=constant_norm, impl=impl, lengths=lengths)
+        return lambda x, log_sigma, cache=None: gaussian_attention(x, log_sigma, keys=cache, **options, **more)
+
     shortest = None if lengths is None else lengths.min()[None]
-    auto = select_impl(x, log_sigma=sigma, keys=cache[0] if cache else None, lengths=shortest, **options)
+    known = dict(log_sigma=sigma, keys=cache[0] if cache else None, lengths=shortest)
+    auto = select_impl(x, constant_norm=case.constant_norm, **known, **options)
     candidates: Candidates = {}
+    if case.queries:  # what a model calls while it decodes
+        candidates["gka decoding"] = "ours", partial(decode_attention, constant_norm=case.constant_norm)
     fused = [name for name, one in IMPLEMENTATIONS.items() if device.type in one.SERVES.fused_on]
     for impl in dict.fromkeys((auto, *fused)):
         # The CPU kernel computes norms, constant or not.
         for constant_norm in dict.fromkeys((case.constant_norm, case.constant_norm and impl == "cpu")):
-            name = f"gka {impl}" + (", general norms" if case.constant_norm and not constant_norm else "")
-            role = "ours" if impl == auto and constant_norm == case.constant_norm else "variant"
-            candidates[name] = role, _gaussian(case, impl, constant_norm, lengths)
+            usual = constant_norm == case.constant_norm
+            role = "ours" if impl == auto and usual and not case.queries else "variant"
+            name = f"gka {impl}" + ("" if usual else ", general norms")
+            candidates[name] = role, gaussian(impl, constant_norm, lengths)
     if case.shortest == case.tokens:
-        candidates[f"gka {auto} without lengths"] = "variant", _gaussian(case, auto, case.constant_norm, None)
-    if case.queries:  # what a model calls while it decodes
-        candidates = {name: ("variant", function) for name, (_, function) in candidates.items()}
-        candidates = {
-            "gka decoding": ("ours", partial(decode_attention, constant_norm=case.constant_norm)),
-            **candidates,
-        }
+        candidates[f"gka {auto} without lengths"] = "variant", gaussian(auto, case.constant_norm, None)
     dense = functools.cache(lambda *lengths: case.mask.dense(*lengths, device).to(dtype))
 
     def eager(x, log_sigma, cache=None):
@@ -222,9 +223,7 @@ def softmax_candidates(case: Case, device: torch.device) -> Candidates:
                     candidates[f"softmax blocks of {block}"] = "baseline", baselines.sdpa_in_blocks(mask, block)
         return candidates
 
-    def flex(q, k, v):
-        return dot_product_attention(q, k, v, causal=case.causal, window=case.window, impl="flex")
-
+    flex = partial(dot_product_attention, causal=case.causal, window=case.window, impl="flex")
     # Flash has no windows in torch: there everything that is right and windowed counts.
     fallback = "baseline" if windowed else "other"
     return {
@@ -232,17 +231,7 @@ def softmax_candidates(case: Case, device: torch.device) -> Candidates:
         "softmax cudnn": ("baseline", baselines.sdpa(mask, SDPBackend.CUDNN_ATTENTION)),
         "softmax efficient": (fallback, baselines.sdpa(mask, SDPBackend.EFFICIENT_ATTENTION)),
         "softmax flex": (fallback, flex),
-        "softmax fa3": ("baseline", baselines.flash_attention_3(mask)),
     }
-
-
-def _gaussian(case: Case, impl: str, constant_norm: bool, lengths: torch.Tensor | None):
-    options = dict(causal=case.causal, window=case.window, constant_norm=constant_norm, impl=impl, lengths=lengths)
-
-    def attend(x, log_sigma, cache=None):
-        return gaussian_attention(x, log_sigma, keys=cache, **options)
-
-    return attend
 
 
 def gate(operator: Operator, case: Case, phase: str, device: torch.device) -> str | None:
@@ -288,7 +277,7 @@ def _wrong(
         problem = testing.Problem(x, sigma, keys=keys, values=values)
     else:
         problem = testing.Problem(
-            x, sigma, grad_y=grad_y, keys=cache[0] if cache else None, mask=case.mask, front=front(case)
+            x, sigma, grad_y=grad_y, keys=cache[0] if cache else None, mask=case.mask, front=case.norm
         )
 
     def route(x, log_sigma, *, keys, values):

@@ -1,4 +1,4 @@
-"""What the programs that compare softmax attention with GKA share: their flags, and the rows of their results.
+"""What the benchmarks share: their flags, the loop over their cases, and the rows of their results.
 
 A row is one candidate of a comparison, which is what was timed in turns in one process. A file, and so a table, never
 mixes hardware. Ratios are of the fastest candidate with the role "baseline" over the one with the role "ours"; "other",
@@ -7,23 +7,31 @@ mixes hardware. Ratios are of the fastest candidate with the role "baseline" ove
 
 import re
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Protocol
 
 import torch
 
-from runs.bench.timing import MIN_ROUNDS, Measurement, Plan
+from runs.bench.timing import MIN_ROUNDS, Measurement, Plan, release_memory
 from trainkit_gka.cli import Bounds, UserError
-from trainkit_gka.progress import console
+from trainkit_gka.progress import console, progress_bar
 from trainkit_gka.results import append_result, describe_hardware
 
 # On each kind of device the usual dtype of features, which the names of cases leave out.
 USUAL_DTYPE = {"cuda": "bfloat16", "cpu": "float32"}
 SUFFIXES = {"bfloat16": "-bf16", "float32": "-fp32"}
 KERNEL_KINDS = ("unfused", "cudnn")  # softmax-KIND names a kernel; other kinds are forms of the model
-Counts = Annotated[list[int], Bounds(1)]
+
+
+class Case(Protocol):
+    """What is timed: a shape, in some phases."""
+
+    name: str
+
+    @property
+    def phases(self) -> tuple[str, ...]: ...
 
 
 @dataclass
@@ -42,23 +50,41 @@ class BenchConfig:
 class ComparisonConfig(BenchConfig):
     """The flags of a benchmark."""
 
+    shapes: list[str] = field(default_factory=list)
+    """Time these cases instead of the standard ones."""
     only: list[str] = field(default_factory=list)
-    """Run the cases whose names begin with one of these; empty = all."""
+    """Time the cases that begin with one of these, such as vit, d4 or "d4 training"; empty = all."""
+    skip: list[str] = field(default_factory=list)
+    """Leave out candidates with one of these in their name, such as flex or eager."""
     rounds: Annotated[int, Bounds(0)] = 0
     """Timed turns of every candidate; 0 = the benchmark's own number."""
     seconds: Annotated[float, Bounds(0)] = 0.0
     """Stop the turns of a comparison after this time (three are made in any case); 0 = the benchmark's own limit."""
     dtypes: list[Literal["float32", "bfloat16"]] = field(default_factory=list)
     """What features and products are rounded to; empty = bfloat16 on CUDA, both on a CPU."""
-    threads: Counts = field(default_factory=list)
+    threads: Annotated[list[int], Bounds(1)] = field(default_factory=list)
     """Numbers of threads to time a CPU with, one after the other, each in a file of its own; empty = torch's own."""
 
-    def select(self, names: list[str]) -> list[str]:
-        """The names that --only asks for, in order. Raises UserError for a beginning that no name has."""
+    def choose(
+        self, parse: Callable[[str, str], Case], standard: Callable[[str, bool], list[Case]], device_type: str
+    ) -> list[tuple[Case, str]]:
+        """The cases to time, each with a phase: of --shapes or the standard ones, those that --only names.
+
+        parse(text, device_type) raises ValueError. standard(device_type, quick). Raises UserError.
+        """
+        try:
+            cases = [parse(text, device_type) for text in self.shapes] or standard(device_type, self.quick)
+        except ValueError as error:
+            raise UserError(f"--shapes: {error}") from None
+        named = {f"{case.name} {phase}": (case, phase) for case in cases for phase in case.phases}
         for beginning in self.only:
-            if not any(name.startswith(beginning) for name in names):
+            if not any(name.startswith(beginning) for name in named):
+                names = dict.fromkeys(case.name for case in cases)
                 raise UserError(f"--only {beginning}: no such case; there are {', '.join(names)}")
-        return [name for name in names if not self.only or name.startswith(tuple(self.only))]
+        return [one for name, one in named.items() if not self.only or name.startswith(tuple(self.only))]
+
+    def skips(self, candidate: str) -> bool:
+        return any(word in candidate for word in self.skip)
 
     def adjust(self, plan: Plan) -> Plan:
         """The benchmark's plan with the user's --rounds, --seconds and --quick."""
@@ -69,30 +95,15 @@ class ComparisonConfig(BenchConfig):
     def dtypes_on(self, device_type: str) -> list[str]:
         return self.dtypes or (["bfloat16"] if device_type == "cuda" else ["float32", "bfloat16"])
 
-    def with_threads(self, otherwise: list[int] | None = None) -> Iterator[int]:
+    def with_threads(self, otherwise: Iterable[int]) -> Iterator[int]:
         """Every number of threads to time with, while torch uses it; `otherwise` if the user named none."""
         before = torch.get_num_threads()
         try:
-            for threads in self.threads or otherwise or [before]:
+            for threads in self.threads or otherwise:
                 torch.set_num_threads(threads)
                 yield threads
         finally:
             torch.set_num_threads(before)
-
-
-def with_dtype(case: str, dtype: str, device_type: str) -> str:
-    """The case's name, which says what dtype it has unless that is the device's usual one: vit-ti-bf16 on a CPU."""
-    return case if dtype == USUAL_DTYPE[device_type] else case + SUFFIXES[dtype]
-
-
-def slug(hardware: str) -> str:
-    """The hardware's name as a part of a file name."""
-    return re.sub(r"[^a-z0-9]+", "-", re.sub(r"\((r|tm)\)", "", hardware.lower())).strip("-")
-
-
-def result_file(results: Path, benchmark: str, hardware: str) -> Path:
-    """One file for each benchmark and hardware (its name or its slug)."""
-    return Path(results) / f"bench_{benchmark}_{slug(hardware)}.jsonl"
 
 
 def facts_of(candidate: str, phase: str, settings: dict[str, Any], hardware: str) -> dict[str, Any]:
@@ -124,33 +135,38 @@ def facts_of(candidate: str, phase: str, settings: dict[str, Any], hardware: str
     }
 
 
-class Recorder:
-    """Appends the rows of a comparison to the benchmark's file, and prints them."""
+def slug(hardware: str) -> str:
+    """The hardware's name as a part of a file name."""
+    return re.sub(r"[^a-z0-9]+", "-", re.sub(r"\((r|tm)\)", "", hardware.lower())).strip("-")
 
-    def __init__(self, config: BenchConfig, benchmark: str, device: torch.device):
-        self.benchmark, self.device, self.quick = benchmark, device, config.quick
-        self.hardware = describe_hardware(device)
-        self.path = result_file(config.results, benchmark, self.hardware)
 
-    def record(
-        self,
-        case: str,
-        phase: str,
-        measured: dict[str, Measurement],
-        roles: dict[str, str],
-        settings: dict[str, Any],
-        extra: Callable[[str, Measurement], dict[str, Any]] = lambda name, measurement: {},
-    ) -> None:
-        """Append and print one comparison.
+def result_file(results: Path, benchmark: str, hardware: str) -> Path:
+    """One file for each benchmark and hardware (its name or its slug)."""
+    return Path(results) / f"bench_{benchmark}_{slug(hardware)}.jsonl"
 
-        roles: of every candidate. settings: of all of them. extra: further metrics of a candidate.
+
+@dataclass
+class Comparison:
+    """What was timed in turns. settings: dtype among them. measured, roles, metrics (further ones): by candidate."""
+
+    settings: dict[str, Any]
+    measured: dict[str, Measurement]
+    roles: dict[str, str]
+    metrics: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+    def record(self, config: BenchConfig, benchmark: str, case: str, phase: str, device: torch.device) -> None:
+        """Append a row for each candidate to the benchmark's file, and print it.
+
+        The case's name says the dtype unless that is the device's usual one: vit-ti-bf16 on a CPU.
         """
-        group = uuid.uuid4().hex[:12]
-        for name, measurement in measured.items():
-            config = {"case": case, "phase": phase, "candidate": name, "role": roles[name], "group": group}
-            config |= {"quick": self.quick, **settings, **facts_of(name, phase, settings, self.hardware)}
-            metrics = {**asdict(measurement), **extra(name, measurement)}
-            append_result(self.path, f"bench_{self.benchmark}", config, metrics, self.device)
+        hardware, group = describe_hardware(device), uuid.uuid4().hex[:12]
+        dtype = self.settings["dtype"]
+        case += "" if dtype == USUAL_DTYPE[device.type] else SUFFIXES[dtype]
+        for name, measurement in self.measured.items():
+            row = {"case": case, "phase": phase, "candidate": name, "role": self.roles[name], "group": group}
+            row |= {"quick": config.quick, **self.settings, **facts_of(name, phase, self.settings, hardware)}
+            metrics = {**asdict(measurement), **self.metrics.get(name, {})}
+            append_result(result_file(config.results, benchmark, hardware), f"bench_{benchmark}", row, metrics, device)
             console.print(f"{case} {phase:<16} {name:<26} {summary(measurement)}", highlight=False, markup=False)
 
 
@@ -163,3 +179,19 @@ def summary(measurement: Measurement) -> str:
     spread = f"{measurement.low_ms:.4g} to {measurement.high_ms:.4g} in {measurement.samples} samples"
     first = f"first call {measurement.first_ms / 1e3:.2f} s"
     return f"{measurement.median_ms:10.4g} ms ({spread}), {first}{memory}{note}"
+
+
+def time_cases(
+    benchmark: str, config: ComparisonConfig, chosen: list[tuple[Case, str]], device: torch.device,
+    measure: Callable[[Any, str], Iterable[Comparison]], threads: Iterable[int] = (),
+) -> None:  # fmt: skip
+    """Time and record the chosen cases. threads: numbers to time with if the user named none; empty = torch's own."""
+    with progress_bar() as bar:
+        for count in config.with_threads(threads or [torch.get_num_threads()]):
+            task = bar.add_task(f"{benchmark}, {count} threads", total=len(chosen), status="")
+            for case, phase in chosen:
+                bar.update(task, status=f"{case.name} {phase}")
+                for comparison in measure(case, phase):
+                    comparison.record(config, benchmark, case.name, phase, device)
+                release_memory()
+                bar.advance(task)

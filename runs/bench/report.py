@@ -5,14 +5,13 @@
     python -m runs.bench.report --write                    writes the tables of the pages, and their picture
     python -m runs.bench.report --check                    exits with 1 if a page does not say what the result files say
 
-Printing also writes a page with every candidate (OUT/bench_<machine>.md). Runs made with --quick count only with
---quick. A row of a table has the numbers of threads side by side; each ratio is of one comparison, whose candidates
-were timed in turns.
+Runs made with --quick count only with --quick. A row of a table has the numbers of threads side by side; each ratio is
+of one comparison, whose candidates were timed in turns.
 """
 
 import re
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -44,8 +43,6 @@ class BenchReportConfig(BenchConfig):
 
     hardware: str = ""
     """Machine to report: its name, or the end of its files' names; empty = this one."""
-    out: Path = Path("out/bench")
-    """Folder for the page of every candidate."""
     write: bool = False
     """Write the tables of the pages, and their picture, and print none."""
     check: bool = False
@@ -57,38 +54,40 @@ class BenchReportConfig(BenchConfig):
 
 def operator(lines: pd.DataFrame | None = None) -> list[Table]:
     """The bare operator, a table for each machine; sweeps over sizes are left to the files."""
-    tables, lines = [], frames.bench("attention") if lines is None else lines
-    for _, of_machine in by(lines, "machine"):
-        rows = []
-        for _, timed in by(of_machine[~of_machine.case.str.startswith("sweep")], "case", "phase"):
-            rows += row(label(timed.iloc[0]), timed)
-            ours, softmax = timed.family == "gka", timed.family == "softmax"
-            dense, single = timed.kernel == "dense mask", timed.kernel == "one by one"
-            plain = timed.kernel.str.endswith(" without lengths")
-            if dense.any():
-                rows += row("the same against a dense mask", timed[dense | ours])
-            if single.any():
-                one_by_one = timed[single | ours].replace({"role": {"other": "baseline"}})
-                rows += row("the same against one sequence at a time", one_by_one)
-            if plain.any():
-                rows += row("the same without lengths", as_ours(timed[plain | softmax]))
-        tables += table(HEADINGS, rows, of_machine)
-    return tables
+    lines = frames.bench("attention") if lines is None else lines
+
+    def rows(timed: pd.DataFrame) -> list[Row]:
+        if timed.case.iloc[0].startswith("sweep"):
+            return []
+        ours, softmax = timed.family == "gka", timed.family == "softmax"
+        dense, single = timed.kernel == "dense mask", timed.kernel == "one by one"
+        plain = timed.kernel.str.endswith(" without lengths")
+        every = row(label(timed.iloc[0]), timed)
+        if dense.any():
+            every += row("the same against a dense mask", timed[dense | ours])
+        if single.any():
+            one_by_one = timed[single | ours].replace({"role": {"other": "baseline"}})
+            every += row("the same against one sequence at a time", one_by_one)
+        if plain.any():
+            every += row("the same without lengths", as_ours(timed[plain | softmax]))
+        return every
+
+    return by_machine(lines, HEADINGS, rows)
 
 
 def models(lines: pd.DataFrame | None = None) -> list[Table]:
     """Whole models, a training step or a forward pass, a table for each machine; decoding has a table of its own."""
     lines = pd.concat([by_size(frames.bench("deit")), frames.bench("gpt")]) if lines is None else lines
-    tables, headings = [], [*HEADINGS, "both compiled", "FLOPs ratio"]
-    for _, of_machine in by(lines, "machine"):
-        rows = []
-        for _, timed in by(of_machine[~of_machine.phase.str.startswith("decode")], "case", "phase"):
-            flops = flops_ratio(timed)
-            rows += row(label(timed.iloc[0]), timed, both_compiled(timed), flops)
-            rows += row(WITH_OFFSETS, with_offsets(timed), "", flops)
-            rows += row(PRESET, with_additions(timed), "", flops_ratio(with_additions(timed)))
-        tables += table(headings, rows, of_machine)
-    return tables
+
+    def rows(timed: pd.DataFrame) -> list[Row]:
+        if timed.phase.iloc[0].startswith("decode"):
+            return []
+        flops, preset = flops_ratio(timed), with_additions(timed)
+        every = row(label(timed.iloc[0]), timed, both_compiled(timed), flops)
+        every += row(WITH_OFFSETS, with_offsets(timed), "", flops)
+        return every + row(PRESET, preset, "", flops_ratio(preset))
+
+    return by_machine(lines, [*HEADINGS, "both compiled", "FLOPs ratio"], rows)
 
 
 WAYS = ["float32", "float32, compiled", "bfloat16", "bfloat16, compiled"]
@@ -103,22 +102,24 @@ FORMS = {
 
 def training(lines: pd.DataFrame | None = None) -> list[Table]:
     """Tokens per second of GPT training on CPUs, by dtype, eager and compiled, and what the fastest way gains."""
-    tables, lines = [], frames.bench("gpt") if lines is None else lines
+    lines = frames.bench("gpt") if lines is None else lines
     lines = lines[(lines.phase == STEP) & lines.threads.notna() & (lines.computed_in == lines["dtype"])]
     ways = lines["dtype"] + lines.compiled.map({True: ", compiled", False: ""})
     forms = lines.family + lines.form.map(lambda form: f"-{form}" if form else "")
     lines = lines.assign(model=lines.case.str.removesuffix("-bf16"), way=ways, kind=forms)
-    for _, of_machine in by(lines.sort_values("model", kind="stable"), "machine"):
-        rows = []
-        for (_, threads), timed in by(of_machine, "model", "threads"):
-            for kind, name in FORMS.items():
-                speeds = timed[timed.kind == kind].set_index("way").items_per_second.reindex(WAYS)
-                if speeds.notna().any():
-                    cells = ["" if pd.isna(speed) else f"{speed:,.0f}" for speed in speeds]
-                    gain = f"{speeds.max() / speeds.iloc[0]:.2f}x" if cells[0] else ""
-                    rows.append([f"{label(timed.iloc[0])}, {name}", f"{threads:.0f}", *cells, gain])
-        tables += table(["", "threads", *WAYS, "gain"], rows, of_machine, words=1)
-    return tables
+
+    def rows(timed: pd.DataFrame) -> list[Row]:
+        every = []
+        for kind, name in FORMS.items():
+            speeds = timed[timed.kind == kind].set_index("way").items_per_second.reindex(WAYS)
+            if speeds.notna().any():
+                cells = ["" if pd.isna(speed) else f"{speed:,.0f}" for speed in speeds]
+                gain = f"{speeds.max() / speeds.iloc[0]:.2f}x" if cells[0] else ""
+                every.append([f"{label(timed.iloc[0])}, {name}", f"{timed.threads.iloc[0]:.0f}", *cells, gain])
+        return every
+
+    lines = lines.sort_values("model", kind="stable")
+    return by_machine(lines, ["", "threads", *WAYS, "gain"], rows, ("model", "threads"), words=1)
 
 
 DECODERS = {
@@ -143,23 +144,16 @@ def decode(lines: pd.DataFrame | None = None) -> list[Table]:
             for kind, name in DECODERS.items():
                 rates = [f"{speeds[phase][kind]:,.0f}" for phase in ("decode-1", "decode-8")]
                 rows.append([f"{case}, {name}", f"{caches[kind]:.1f} MiB", *rates])
-        if rows:
-            source = measured(list(of_hardware.record), of_hardware.file.iloc[0])
-            tables.append(Table.of(headings, rows, sources=[source]))
+        source = measured(list(of_hardware.record), of_hardware.file.iloc[0])
+        tables += [Table.of(headings, rows, sources=[source])] if rows else []
     return tables
 
 
 # Of attention, decoding and whole models, the hard cases among them.
-CASES_OF_ONE_MACHINE = [
-    ("vit-s", FULL),
-    ("lm-full", "forward"),
-    ("lm-full", FULL),
-    ("decode-b1-1024", "forward"),
-    ("decode-derived-b1-1024", "forward"),
-    ("deit-ti-b8", "inference"),
-    ("deit-ti-b8", STEP),
-    ("d6", STEP),
-]
+CASES_OF_ONE_MACHINE = {
+    **{"vit-s": (FULL,), "lm-full": ("forward", FULL), "decode-b1-1024": ("forward",)},
+    **{"decode-derived-b1-1024": ("forward",), "deit-ti-b8": ("inference", STEP), "d6": (STEP,)},
+}
 
 
 def one_machine() -> list[Table]:
@@ -170,49 +164,41 @@ def one_machine() -> list[Table]:
         return []
     lines = lines[lines.machine == lines.machine.value_counts().idxmax()]
     cases = zip(lines.case.str.removesuffix("-bf16"), lines.phase)
-    lines = lines[[case in CASES_OF_ONE_MACHINE for case in cases]]
-    rows = []
-    for (name, _), timed in by(lines.assign(label=lines.apply(label, axis=1)), "label", "phase"):
-        rows += both_dtypes(name, timed, flops_ratio(timed))
-        rows += both_dtypes(WITH_OFFSETS, with_offsets(timed), flops_ratio(timed))
+    lines = lines[[phase in CASES_OF_ONE_MACHINE.get(case, ()) for case, phase in cases]]
+
+    def rows(timed: pd.DataFrame) -> list[Row]:
+        every, flops = [], flops_ratio(timed)
+        for name, part in ((timed.label.iloc[0], timed), (WITH_OFFSETS, with_offsets(timed))):
+            single, half = (row(name, part[part["dtype"] == dtype]) for dtype in ("float32", "bfloat16"))
+            every += [[*cells[:2], *cells[3:], half[0][-1] if half else "", flops] for cells in single]
+        return every
+
     headings = ["", "phase", "threads", f"{SOFTMAX}, ms", f"{GKA}, ms", "speed-up", "in bfloat16", "FLOPs ratio"]
-    return table(headings, rows, lines, words=3)
-
-
-def both_dtypes(name: str, timed: pd.DataFrame, flops: str) -> list[Row]:
-    """The row of a case and phase, in a list; none where float32 was not measured on both sides."""
-    single, half = (row(name, timed[timed["dtype"] == dtype]) for dtype in ("float32", "bfloat16"))
-    return [[*cells[:2], *cells[3:], half[0][-1] if half else "", flops] for cells in single]
+    return by_machine(lines.assign(label=lines.apply(label, axis=1)), headings, rows, ("label", "phase"), words=3)
 
 
 def gpus() -> list[Table]:
     """The operator on each GPU: the fastest attention of torch, its default, and ours, all in bfloat16."""
-    tables, lines = [], frames.bench("attention")
+    lines = frames.bench("attention")
+
+    def rows(timed: pd.DataFrame) -> list[Row]:
+        right = timed[timed.status == "ok"]
+        if not {"ours", "baseline"} <= set(right.role):
+            return []
+        ours = right[right.role == "ours"].median_ms.iloc[0]
+        baseline = right.loc[right[right.role == "baseline"].median_ms.idxmin()]
+        default = right[right.kernel == "flash"].median_ms
+        times = [f"{baseline.median_ms:.3g} ({baseline.kernel})", f"{ours:.3g}", f"{baseline.median_ms / ours:.2f}x"]
+        beside = f"{default.iloc[0] / ours:.2f}x" if len(default) else ""
+        return [[label(timed.iloc[0]), PHASES.get(timed.phase.iloc[0], timed.phase.iloc[0]), *times, beside]]
+
     headings = ["", "phase", f"fastest {SOFTMAX}, ms", f"{GKA}, ms", "speed-up", "beside torch's default"]
-    for _, of_machine in by(lines[lines.threads.isna()], "machine"):
-        rows = []
-        for (_, phase), timed in by(of_machine, "case", "phase"):
-            right = timed[timed.status == "ok"]
-            if not {"ours", "baseline"} <= set(right.role):
-                continue
-            ours = right[right.role == "ours"].median_ms.iloc[0]
-            baseline = right.loc[right[right.role == "baseline"].median_ms.idxmin()]
-            default = right[right.kernel == "flash"].median_ms
-            beside = [f"{default.iloc[0] / ours:.2f}x" if len(default) else ""]
-            times = [f"{baseline.median_ms:.3g} ({baseline.kernel})", f"{ours:.3g}"]
-            name, speedup = label(timed.iloc[0]), f"{baseline.median_ms / ours:.2f}x"
-            rows.append([name, PHASES.get(phase, phase), *times, speedup, *beside])
-        tables += table(headings, rows, of_machine)
-    return tables
+    return by_machine(lines[lines.threads.isna()], headings, rows)
 
 
 TABLES = {
-    "speed": one_machine,
-    "gpus": gpus,
-    "operator": operator,
-    "models": models,
-    "training": training,
-    "decode": decode,
+    **{"speed": one_machine, "gpus": gpus, "operator": operator, "models": models},
+    **{"training": training, "decode": decode},
 }
 PAGES = ("runs/README.md", "gka/impl/triton/README.md", "runs/results/TABLES.md")
 
@@ -223,6 +209,28 @@ PAGES = ("runs/README.md", "gka/impl/triton/README.md", "runs/results/TABLES.md"
 def by(lines: pd.DataFrame, *columns: str) -> Iterator[tuple]:
     """The groups of lines, in order of their first line."""
     return iter(lines.groupby(list(columns) if len(columns) > 1 else columns[0], sort=False))
+
+
+def by_machine(
+    lines: pd.DataFrame, headings: Row, rows_of: Callable[[pd.DataFrame], list[Row]],
+    comparison: tuple[str, str] = ("case", "phase"), words: int = 4,
+) -> list[Table]:  # fmt: skip
+    """A table for each machine, with a source for each date, commit and kind of file; none without rows.
+
+    rows_of: rows of the lines that are alike in the columns of `comparison`.
+    """
+    tables = []
+    for machine, of_machine in by(lines, "machine"):
+        rows = [one for _, timed in by(of_machine, *comparison) for one in rows_of(timed)]
+        records = [
+            timed.record.iloc[0]
+            for _, compared in by(of_machine, "case", "phase")
+            for _, timed in compared.groupby("threads", dropna=False)
+        ]
+        sources = [measured(one | {"hardware": machine}, f"{one['kind']}_*.jsonl") for one in records]
+        about = dict(title=f"{machine}:", sources=list(dict.fromkeys(sources)), words=words)
+        tables += [Table.of(headings, rows, **about)] if rows else []
+    return tables
 
 
 def as_ours(timed: pd.DataFrame) -> pd.DataFrame:
@@ -248,24 +256,11 @@ def row(name: str, timed: pd.DataFrame, *more: str) -> list[Row]:
     times = []
     for role in ("baseline", "ours"):
         side = sides.xs(role, axis=1, level="role")
-        times.append(in_words([*map(milliseconds, side.median_ms)], [which(line) for _, line in side.iterrows()]))
+        times.append(in_words(side.median_ms, [which(line) for _, line in side.iterrows()]))
     gains = " / ".join(f"{ratio:.2f}x" for ratio in ratios)
     threads = " / ".join(f"{count:.0f}" for count in sides.index if count)
     first = timed.iloc[0]
     return [[name, PHASES.get(first.phase, first.phase), first["dtype"], threads, *times, gains, *more]]
-
-
-def table(headings: Row, rows: list[Row], lines: pd.DataFrame, words: int = 4) -> list[Table]:
-    """A table of one machine, with a source for each date, commit and kind of file; none without rows."""
-    if not rows:
-        return []
-    sources = []
-    for _, comparison in by(lines, "case", "phase"):
-        for _, timed in comparison.groupby("threads", dropna=False):
-            record = timed.record.iloc[0] | {"hardware": timed.machine.iloc[0]}
-            sources.append(measured(record, f"{record['kind']}_*.jsonl"))
-    title = f"{lines.machine.iloc[0]}:"
-    return [Table.of(headings, rows, title=title, sources=list(dict.fromkeys(sources)), words=words)]
 
 
 def both_compiled(timed: pd.DataFrame) -> str:
@@ -283,15 +278,12 @@ def flops_ratio(timed: pd.DataFrame) -> str:
     return f"{flops.baseline / flops.ours:.2f}x" if {"baseline", "ours"} <= set(flops.index) else ""
 
 
-def milliseconds(time: float) -> str:
-    return f"{time:.3g}" if time < 1000 else f"{time:,.0f}"
-
-
-def in_words(times: Row, kinds: Row) -> str:
-    """Times with what they are of, once if all are of one."""
+def in_words(times: pd.Series, kinds: Row) -> str:
+    """Milliseconds with what they are of, once if all are of one."""
+    texts = [f"{time:.3g}" if time < 1000 else f"{time:,.0f}" for time in times]
     if len(set(kinds)) == 1:
-        return " / ".join(times) + (f" ({kinds[0]})" if kinds[0] else "")
-    return " / ".join(f"{time} ({kind})" if kind else time for time, kind in zip(times, kinds, strict=True))
+        return " / ".join(texts) + (f" ({kinds[0]})" if kinds[0] else "")
+    return " / ".join(f"{text} ({kind})" if kind else text for text, kind in zip(texts, kinds, strict=True))
 
 
 def which(line: pd.Series) -> str:
@@ -313,8 +305,12 @@ def by_size(deit: pd.DataFrame) -> pd.DataFrame:
 
 def label(line: pd.Series) -> str:
     """A case of the operator or of a model in words."""
+    if isinstance(line.get("size"), str):
+        return f"DeiT-{SIZES[line['size']]}, {line.batch:.0f} {'image' if line.batch == 1 else 'images'}"
     if pd.isna(line.get("head_dim")):
-        return model_label(line)
+        windows = line.get("window_pattern", "L")
+        windows = f", windows {windows}" if isinstance(windows, str) and windows != "L" else ""
+        return f"GPT of depth {line.depth:.0f}, {line.batch:.0f} × {line.sequence_len:.0f} tokens{windows}"
     shape = " × ".join(f"{line[key]:.0f}" for key in ("batch", "tokens", "heads", "head_dim"))
     if line.queries < line.tokens:
         return f"decoding, cache {shape}" + (", keys derived from it" if line.get("derived") is True else "")
@@ -325,14 +321,6 @@ def label(line: pd.Series) -> str:
         return f"padded, {shape}, lengths {start} {line.tokens:.0f}"
     size = SIZES.get(line.case.split("-")[1]) if line.case.startswith("vit-") else None
     return (f"ViT-{size}, " if size else "") + shape
-
-
-def model_label(line: pd.Series) -> str:
-    if isinstance(line.get("size"), str):
-        return f"DeiT-{SIZES[line['size']]}, {line.batch:.0f} {'image' if line.batch == 1 else 'images'}"
-    windows = line.get("window_pattern", "L")
-    windows = f", windows {windows}" if isinstance(windows, str) and windows != "L" else ""
-    return f"GPT of depth {line.depth:.0f}, {line.batch:.0f} × {line.sequence_len:.0f} tokens{windows}"
 
 
 # The picture of speed-ups
@@ -413,19 +401,8 @@ def remarks(lines: pd.DataFrame) -> list[str]:
     return texts
 
 
-def candidates(lines: pd.DataFrame) -> Table:
-    """Every candidate of every comparison, failed ones too, with the names that rows have for what was measured."""
-    words = ["case", "phase", "threads", "candidate", "role"]
-    numbers = ["median_ms", "low_ms", "high_ms", "samples", "first_ms", "peak_mib"]
-    cells = lines[words + numbers].map(
-        lambda value: "" if pd.isna(value) else value if isinstance(value, str) else f"{value:.4g}"
-    )
-    remarks = lines.note.where(lines.status == "ok", lines.status + ": " + lines.reason)
-    return Table(cells.assign(remark=remarks), title="Every candidate:", words=len(words))
-
-
 def show(hardware: str, config: BenchReportConfig) -> None:
-    """Print and write everything of one machine, given by its name or its slug. Raises UserError if it has nothing."""
+    """Print everything of one machine, given by its name or its slug. Raises UserError if it has nothing."""
     wanted, loaded = slug(hardware), {}
     for name in ("attention", "deit", "gpt"):
         lines = frames.bench(name, config.results, config.quick)
@@ -435,22 +412,12 @@ def show(hardware: str, config: BenchReportConfig) -> None:
     if not loaded:
         quick = "" if config.quick else " (runs made with --quick count only with --quick)"
         raise UserError(f"{config.results} has no benchmark of {hardware}{quick}; runs.bench.attention makes one")
-    machine = next(iter(loaded.values())).machine.iloc[0]
-    page = [f"# Benchmarks on {machine}"]
-    config.out.mkdir(parents=True, exist_ok=True)
     for name, lines in loaded.items():
-        builders = {"attention": [operator], "deit": [models], "gpt": [models, training, decode]}[name]
-        tables = [each for builder in builders for each in builder(lines)]
-        texts = remarks(lines)
-        for each in tables:
-            each.show()
-        for text in texts:
+        for builder in {"attention": [operator], "deit": [models], "gpt": [models, training, decode]}[name]:
+            for each in builder(lines):
+                each.show()
+        for text in remarks(lines):
             console.print(f"- {text}", highlight=False, markup=False)
-        page += [f"## {name}", *(each.markdown() for each in tables), *(f"- {text}" for text in texts)]
-        page.append(candidates(lines).markdown())
-    path = config.out / f"bench_{slug(machine)}.md"
-    path.write_text("\n\n".join(page) + "\n")
-    console.print(f"Every candidate: {path}", highlight=False, markup=False)
 
 
 def main(config: BenchReportConfig) -> None:

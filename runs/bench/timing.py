@@ -11,9 +11,10 @@ import math
 import os
 import re
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Any, Literal
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 import psutil
@@ -24,7 +25,7 @@ LOW, HIGH = 0.2, 0.8  # the quantiles that stand for the spread
 MAX_REPEATS = 1000
 REASON_LENGTH = 240
 SHORTEST_WATCH = 0.3  # seconds: the kernel counts in hundredths of a second
-Gate = Callable[[], str | None]
+Name = TypeVar("Name")  # of a candidate
 
 
 @dataclass(frozen=True)
@@ -55,33 +56,44 @@ class Measurement:
     peak_mib: float | None = None  # what one call allocates beyond what was allocated before; None on a CPU
     elsewhere: float | None = None  # cores that other processes used meanwhile; if above 0, times are too long
 
-    def fail(self, error: BaseException) -> None:
+    def fail(self, error: BaseException) -> "Measurement":
         """Take the error, such as out of memory or unsupported, as the row's reason, and give the memory back."""
         self.status, self.reason = "failed", one_line(error)
         release_memory()
+        return self
+
+    @contextlib.contextmanager
+    def failing(self) -> Iterator[None]:
+        """An error inside becomes the candidate's reason."""
+        try:
+            yield
+        except Exception as error:
+            self.fail(error)
 
 
 def interleave(
-    candidates: dict[str, Callable[[int], Any]],
+    candidates: dict[Name, Callable[[int], Any]],
     device: torch.device,
-    plan: Plan | None = None,
-    gates: dict[str, Gate] | None = None,
-) -> dict[str, Measurement]:
+    plan: Plan,
+    gates: dict[Name, Callable[[], str | None]] | None = None,
+) -> dict[Name, Measurement]:
     """Time the candidates in turns: a sample of each, then again, every round starting with another one.
 
     candidates: name -> call(n), which does the work once on buffer n. gates: name -> why the candidate is wrong, or
     None; asked after the first call, whose latency is measured apart. Wrong and failing candidates get their reason,
     the others median and quantiles.
     """
-    plan, gates = plan or Plan(), gates or {}
+    gates = gates or {}
     measured = {name: Measurement() for name in candidates}
-    timers: dict[str, Timer] = {}
-    taken: dict[str, list[float]] = {}
+    timers: dict[Name, Timer] = {}
+    taken: dict[Name, list[float]] = {}
     with side_stream(device):
         for name, call in candidates.items():
-            with failing(measured[name]):
-                first_call(call, device, measured[name], gates.get(name))
-                if measured[name].status == "ok":
+            with measured[name].failing():
+                measured[name].first_ms = elapsed_ms(partial(call, 0), device)
+                if reason := name in gates and gates[name]():
+                    measured[name].status, measured[name].reason = "wrong", reason
+                else:
                     timers[name] = Timer(call, device, plan, measured[name])
         deadline, load = math.inf, LoadWatch()
         for turn in itertools.count(-plan.warmup):
@@ -93,26 +105,16 @@ def interleave(
                 deadline, load = time.perf_counter() + plan.seconds, LoadWatch()
             first = turn % len(names)
             for name in names[first:] + names[:first]:
-                with failing(measured[name]):
+                with measured[name].failing():
                     milliseconds = timers[name].sample()
                     if turn >= 0:
                         taken.setdefault(name, []).append(milliseconds)
     elsewhere = load.elsewhere() if device.type == "cpu" else None
     for name, times in taken.items():
-        if measured[name].status == "ok":
-            low, median, high = np.quantile(times, (LOW, 0.5, HIGH)).tolist()
-            measured[name] = replace(
-                measured[name], median_ms=median, low_ms=low, high_ms=high, samples=len(times), elsewhere=elsewhere
-            )
+        if (one := measured[name]).status == "ok":
+            one.low_ms, one.median_ms, one.high_ms = np.quantile(times, (LOW, 0.5, HIGH)).tolist()
+            one.samples, one.elsewhere = len(times), elsewhere
     return measured
-
-
-def first_call(call: Callable, device: torch.device, measurement: Measurement, gate: Gate | None) -> None:
-    """Make a candidate's first call, then ask its gate."""
-    measurement.first_ms = elapsed_ms(lambda: call(0), device)
-    wrong = gate() if gate else None
-    if wrong:
-        measurement.status, measurement.reason = "wrong", wrong
 
 
 class Timer:
@@ -122,7 +124,7 @@ class Timer:
         self.device, self.plan = device, plan
         for n in range(max(plan.warmup, 1)):
             call(n % plan.buffers)
-        measurement.peak_mib = peak_mib(lambda: call(0), device)
+        measurement.peak_mib = peak_mib(partial(call, 0), device)
 
         def sweep():
             for n in range(plan.buffers):
@@ -178,15 +180,6 @@ class LoadWatch:
         if busy is None or self.cores is None or wall < SHORTEST_WATCH:
             return None
         return max(0.0, (busy - self.cores - (time.process_time() - self.process)) / wall)
-
-
-@contextlib.contextmanager
-def failing(measurement: Measurement):
-    """An error inside becomes the candidate's reason."""
-    try:
-        yield
-    except Exception as error:
-        measurement.fail(error)
 
 
 def one_line(error: BaseException) -> str:

@@ -14,7 +14,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 import torch
 
@@ -25,26 +25,24 @@ from gka.masking import Mask
 from gka.options import EPS
 from gka.testing import Problem
 from runs.bench.timing import Measurement, Plan, interleave
-from trainkit_gka.cli import Bounds, UserError, run
+from trainkit_gka.cli import UserError, run
 
 ROWS, COLUMNS, WARPS, STAGES = (64, 128), (32, 64, 128), (4, 8), (2, 3, 4)
 MOST_JUDGED = 2**28  # numbers of a float64 matrix W: 2 GiB
 PLAN = Plan(rounds=5, warmup=1, buffers=16, sample_ms=20.0, graph=True)  # 16 calls in a CUDA graph
+WITH_VALUES = ("forward", "queries", "keys")  # kernels that are tuned causally, with values of their own
 
 
 @dataclass(frozen=True)
 class Workload:
     """What a kernel is tuned on: the sizes it meets in the two trainers."""
 
-    kernel: str
+    kernel: str  # all but symmetric are causal; decode has one query
     batch: int
     tokens: int
     heads: int
     head_dim: int
-    causal: bool = False
     window: int | None = None
-    with_values: bool = False
-    queries: int = 0  # 0: all tokens
 
     @property
     def name(self) -> str:
@@ -52,12 +50,10 @@ class Workload:
 
 
 WORKLOADS = [
-    *(Workload("forward", 16, 2048, 1280 // d, d, causal=True, window=512, with_values=True) for d in (32, 64, 128)),
+    *(Workload(kernel, 16, 2048, 1280 // d, d, window=512) for kernel in WITH_VALUES for d in (32, 64, 128)),
     *(Workload("symmetric", 256, 197, 192 // d, d) for d in (32, 64)),
     Workload("symmetric", 64, 197, 6, 128),
-    *(Workload("queries", 16, 2048, 1280 // d, d, causal=True, window=512, with_values=True) for d in (32, 64, 128)),
-    *(Workload("keys", 16, 2048, 1280 // d, d, causal=True, window=512, with_values=True) for d in (32, 64, 128)),
-    *(Workload("decode", 32, 2048, 1280 // d, d, causal=True, queries=1) for d in (32, 64, 128)),
+    *(Workload("decode", 32, 2048, 1280 // d, d) for d in (32, 64, 128)),
 ]
 
 
@@ -71,22 +67,22 @@ class Work:
     """A workload's inputs on the device: `call` is timed, `judge` says why what it computes is wrong."""
 
     def __init__(self, workload: Workload, dtype: torch.dtype, device: torch.device):
-        self.workload, self.constant_norm = workload, workload.causal
-        options = dict(causal=workload.causal, window=workload.window, constant_norm=self.constant_norm)
+        self.workload, self.causal = workload, workload.kernel != "symmetric"
+        options = dict(causal=self.causal, window=workload.window, constant_norm=self.causal)
         self.attend = partial(gaussian_attention, impl="triton", **options)
         backward = workload.kernel not in ("forward", "decode")
         problem = Problem.seeded(
-            "unit_norm" if self.constant_norm else "normal",
+            "unit_norm" if self.causal else "normal",
             (workload.batch, workload.tokens, workload.heads, workload.head_dim),
             dtype,
             device=device,
-            with_values=workload.with_values,
+            with_values=workload.kernel in WITH_VALUES,
             with_gradients=backward,
-            mask=Mask(workload.causal, workload.window),
+            mask=Mask(self.causal, workload.window),
             log_sigma=torch.full((workload.heads,), 0.25 + 0.25 * math.log(workload.head_dim), device=device),
         )
-        if workload.queries:
-            problem = replace(problem, x=problem.x[:, -workload.queries :].clone(), keys=problem.x)
+        if workload.kernel == "decode":
+            problem = replace(problem, x=problem.x[:, -1:].clone(), keys=problem.x)
         if backward:
             self.leaves = [t.requires_grad_() for t in (problem.x, problem.values) if t is not None]
         self.problem = problem
@@ -102,7 +98,7 @@ class Work:
         pairs = self.problem.x.shape[1] * self.workload.tokens * self.workload.heads
         count = max(1, min(self.workload.batch, MOST_JUDGED // pairs))
         few = self.problem.map(lambda t: t[:count] if t.dim() == 4 else t)
-        return testing.judge(self.attend, few, slack=EPS, constant_norm=self.constant_norm)
+        return testing.judge(self.attend, few, slack=EPS, constant_norm=self.causal)
 
 
 def tune(
@@ -136,21 +132,16 @@ class TuneConfig:
     """Of the features."""
     candidates: list[str] = field(default_factory=list)
     """rows x columns x warps x stages, such as 128x64x8x3, in place of the grid."""
-    rounds: Annotated[int, Bounds(1)] = PLAN.rounds
-    """Timed turns of every candidate."""
-
-    def check(self) -> None:
-        names = [workload.name for workload in WORKLOADS]
-        for start in self.only:
-            if not any(name.startswith(start) for name in names):
-                raise UserError(f"--only {start}: no such workload; there are {', '.join(names)}")
-        for text in self.candidates:
-            if not re.fullmatch(r"([1-9]\d*x){3}[1-9]\d*", text):
-                raise UserError(f"--candidates: {text} is not rows x columns x warps x stages, such as 128x64x8x3")
 
 
 def main(config: TuneConfig) -> None:
-    config.check()
+    names = [workload.name for workload in WORKLOADS]
+    for start in config.only:
+        if not any(name.startswith(start) for name in names):
+            raise UserError(f"--only {start}: no such workload; there are {', '.join(names)}")
+    for text in config.candidates:
+        if not re.fullmatch(r"([1-9]\d*x){3}[1-9]\d*", text):
+            raise UserError(f"--candidates: {text} is not rows x columns x warps x stages, such as 128x64x8x3")
     if not torch.cuda.is_available():
         raise UserError("tuning needs a CUDA device; without one the shipped table is not used either")
     device, dtype = torch.device("cuda", torch.cuda.current_device()), getattr(torch, config.dtype)
@@ -159,8 +150,7 @@ def main(config: TuneConfig) -> None:
         if config.only and not workload.name.startswith(tuple(config.only)):
             continue
         print(f"{workload.name}, {config.dtype}, {torch.cuda.get_device_name(device)}")
-        plan = replace(PLAN, rounds=config.rounds)
-        for tiles, timed in tune(workload, candidates or grid(workload.kernel), dtype, device, plan).items():
+        for tiles, timed in tune(workload, candidates or grid(workload.kernel), dtype, device).items():
             print(f"    {tuple(tiles)!s:<20} {timed.reason or f'{timed.median_ms:.4f} ms'}", flush=True)
 
 

@@ -7,16 +7,16 @@ It runs the commands a full run would (corpus, tokenizer, pack, train, evaluate)
 beside ours. Everything is reused the second time; an interrupted demo continues where it stopped.
 """
 
+import itertools
 import json
 import time
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
 from runs.demo import language, vision
-from runs.demo.jobs import Job, run_side_by_side
 from runs.demo.length import choose_length
+from runs.jobs import Job, run_side_by_side
 from trainkit_gka import cli
 from trainkit_gka.cli import Count, CountOrAutomatic
 from trainkit_gka.progress import console
@@ -60,7 +60,7 @@ def run_all(config: DemoConfig) -> list[Path]:
         texts = language.train_jobs(out, config.depth, steps, config.ranks, config.wandb)
     if "vision" in config.parts:
         digits = vision.train_jobs(out, epochs, config.wandb)
-    training = [*texts.values(), *(job for jobs in digits.values() for job in jobs)]
+    training = [*texts.values(), *itertools.chain(*digits.values())]
     untrained = [job for job in training if not job.finish()]
     if len(untrained) < len(training):
         console.print(f"\n{len(training) - len(untrained)} of {len(training)} models are trained already")
@@ -73,11 +73,10 @@ def run_all(config: DemoConfig) -> list[Path]:
     announce("tables and pictures")
     pictures = language.show(texts, out) if texts else []
     pictures += vision.show(digits, out) if digits else []
-    if config.results and texts:
-        write_results(texts.items(), out / "train.jsonl", config.results / "demo.jsonl")
-    if config.results and digits:
-        seeds = [(label, job) for label, jobs in digits.items() for job in jobs]
-        write_results(seeds, out / "train_deit.jsonl", config.results / "demo_vision.jsonl")
+    if config.results:
+        seeds = {label: [job] for label, job in texts.items()}
+        write_results(seeds, out / "train.jsonl", config.results / "demo.jsonl")
+        write_results(digits, out / "train_deit.jsonl", config.results / "demo_vision.jsonl")
     return pictures
 
 
@@ -97,13 +96,13 @@ def announce(stage: str) -> None:
     console.print(f"\n== {stage}", style="bold", highlight=False, markup=False)
 
 
-def write_results(jobs: Iterable[tuple[str, Job]], trained: Path, results: Path) -> None:
-    """Write the runs' records out of the file `trained`, with their labels, to `results`."""
+def write_results(jobs: dict[str, list[Job]], trained: Path, results: Path) -> None:
+    """Write the runs' records out of the file `trained`, with their labels, to `results`; no file without jobs."""
     records = {record["config"].get("model_tag"): record for record in read_results(trained)}
-    results.parent.mkdir(parents=True, exist_ok=True)
-    with open(results, "w") as file:
-        for label, job in jobs:
-            file.write(json.dumps({**records[job.folder.name], "label": label}) + "\n")
+    lines = [{**records[job.folder.name], "label": label} for label, seeds in jobs.items() for job in seeds]
+    if lines:
+        results.parent.mkdir(parents=True, exist_ok=True)
+        results.write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
 def main(config: DemoConfig) -> None:

@@ -4,14 +4,18 @@ Every step is the command that a full run would take: corpus, tokenizer, pack, t
 """
 
 import itertools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from gka.kinds import KINDS
 from nanochat_gka.train import Trainer
-from runs.demo import pictures, report
-from runs.demo.jobs import START_SECONDS, Job, run
+from nanochat_gka.training.bits_per_byte import remarks
+from runs.demo import pictures
+from runs.jobs import START_SECONDS, Job, run
+from runs.paper import published
+from runs.table import Table
+from trainkit_gka.progress import console
 from trainkit_gka.results import read_results
 
 VOCAB, SEQUENCE_LEN, STEP_TOKENS = 2048, 256, 2048
@@ -38,6 +42,20 @@ TRAIN_FLAGS = {
 PROMPTS = ["The ", "Return the ", "If the "]
 SAMPLE_FLAGS = {"max-tokens": 40, "temperature": 0.8, "unconditioned": 0, "device-type": "cpu"}
 SAMPLES = "samples.jsonl"
+COLUMNS = {  # of a table of language models: heading and format
+    "parameters": ("parameters", "{:,}"),
+    "flops_per_token": ("FLOPs/token", "{:.3e}"),
+    "train_tokens": ("tokens", "{:.3e}"),
+    "train_flops": ("total FLOPs", "{:.3e}"),
+    "train_bpb": ("train BPB", "{:.4f}"),
+    "val_bpb": ("val BPB", "{:.4f}"),
+    "gap": ("val - train", "{:.4f}"),
+    "tokens_per_second": ("tokens/s", "{:,.0f}"),
+}
+OFFSETS_NOTE = (
+    "GKA is the paper's form. Offsets pair key and value one token apart, a fixed case of KV shifting attention "
+    "(arXiv 2411.19574); softmax gains from that too, and has none here."
+)
 # Of a language model on one core of two; they start the estimate of what is left.
 SECONDS_PER_STEP, SECONDS_PER_SAMPLE = 0.29, 9.0
 
@@ -83,42 +101,34 @@ def prepare(out: Path) -> None:
     run("nanochat_gka.pack", ["--corpus", corpus, "--tokenizer", tokenizer, *rows, "--out", packed])
 
 
+def train_job(out: Path, folder: Path, variant: Variant, tag: str, depth: int, steps: int, **changed: Any) -> Job:
+    """The command that trains a language model on the rows in `out`, with its run in `folder`. changed: flags."""
+    flags = {"data": out / "packed", "out": folder, "results": out / "train.jsonl", "model-tag": tag}
+    flags |= {"depth": depth, "num-iterations": steps, **TRAIN_FLAGS, **changed}
+    return Job(
+        name=variant.label,
+        module="nanochat_gka.train",
+        flags=[*words(flags), *variant.flags],
+        folder=folder / tag,
+        steps=steps,
+        seconds=START_SECONDS + SECONDS_PER_STEP * steps * depth / DEPTH,
+        finish_keys=Trainer.FINISH_KEYS,
+    )
+
+
 def train_jobs(out: Path, depth: int, steps: int, ranks: int, wandb: str) -> dict[str, Job]:
     """Label -> the command that trains this language model."""
-    jobs = {}
-    for name, variant in VARIANTS.items():
-        tag = run_tag(name, depth, steps)
-        places = ["--data", out / "packed", "--out", out / "runs", "--results", out / "train.jsonl"]
-        shape = ["--model-tag", tag, "--depth", depth, "--num-iterations", steps]
-        jobs[variant.label] = Job(
-            name=variant.label,
-            module="nanochat_gka.train",
-            flags=[*places, *shape, *variant.flags, *words(TRAIN_FLAGS), "--wandb", wandb],
-            folder=out / "runs" / tag,
-            steps=steps,
-            seconds=START_SECONDS + SECONDS_PER_STEP * steps * depth / DEPTH,
-            ranks=ranks,
-            finish_keys=Trainer.FINISH_KEYS,
-        )
-    return jobs
+    tags = {name: run_tag(name, depth, steps) for name in VARIANTS}
+    jobs = [train_job(out, out / "runs", v, tags[name], depth, steps, wandb=wandb) for name, v in VARIANTS.items()]
+    return {job.name: replace(job, ranks=ranks) for job in jobs}
 
 
 def timing_jobs(out: Path, folder: Path, depth: int, steps: int, ranks: int, count: int) -> list[Job]:
     """The commands that train `count` models for some steps, to see how long a step takes with all of them at work."""
-    places = ["--data", out / "packed", "--out", folder, "--results", folder / "timed.jsonl"]
-    shape = ["--depth", depth, "--num-iterations", steps]
-    flags = words({**TRAIN_FLAGS, "eval-tokens": STEP_TOKENS, "log-every": steps})
-    return [
-        Job(
-            name=f"timing {number}",
-            module="nanochat_gka.train",
-            flags=[*places, "--model-tag", f"timing-{number}", *shape, *variant.flags, *flags],
-            folder=folder / f"timing-{number}",
-            steps=steps,
-            ranks=ranks,
-        )
-        for number, variant in zip(range(count), itertools.cycle(VARIANTS.values()))
-    ]
+    brief = {"eval-tokens": STEP_TOKENS, "log-every": steps, "results": folder / "timed.jsonl"}
+    chosen = zip(range(count), itertools.cycle(VARIANTS.values()))
+    jobs = [train_job(out, folder, variant, f"timing-{n}", depth, steps, **brief) for n, variant in chosen]
+    return [replace(job, name=job.folder.name, ranks=ranks, seconds=1.0) for job in jobs]
 
 
 def sample_jobs(trained: dict[str, Job]) -> list[Job]:
@@ -139,15 +149,46 @@ def sample_jobs(trained: dict[str, Job]) -> list[Job]:
 
 
 def show(jobs: dict[str, Job], out: Path) -> list[Path]:
-    """Print the tables and the texts; returns the pictures."""
+    """Print the tables, the texts and the bandwidths; returns the pictures."""
     rows = {label: {**job.finish(), "log": job.folder / "log.jsonl"} for label, job in jobs.items()}
-    texts = {}
+    measured_table(rows).show()
+    paper_table().show()
     for label, job in jobs.items():
-        samples = read_results(job.folder / SAMPLES, "samples")[-1]["metrics"]["samples"]
-        texts[label] = {prompt: continuations[0] for prompt, continuations in samples.items()}
-    report.show(rows, texts)
+        console.rule(f"text by {label}", align="left")
+        for prompt, texts in read_results(job.folder / SAMPLES, "samples")[-1]["metrics"]["samples"].items():
+            console.print(f"{(prompt + texts[0])!r}", highlight=False, markup=False)
+    sigmas = {label: row["sigma"] for label, row in rows.items() if row["sigma"]}
+    for label, layers in sigmas.items():
+        console.rule(f"learned sigma per head, {label}", align="left")
+        for layer, sigma in layers.items():
+            console.print(f"  {layer}: " + "  ".join(f"{value:.2f}" for value in sigma), highlight=False)
     drawn = [pictures.draw_losses(rows, out / "loss_curves.png")]
-    sigma = {label: list(row["sigma"].values()) for label, row in rows.items() if row["sigma"]}
-    if sigma:
-        drawn.append(pictures.draw_bandwidths(sigma, out / "bandwidths.png"))
-    return drawn
+    heads = {label: list(layers.values()) for label, layers in sigmas.items()}
+    return drawn + ([pictures.draw_bandwidths(heads, out / "bandwidths.png")] if heads else [])
+
+
+def measured_table(rows: dict[str, dict]) -> Table:
+    """rows: label -> the `finish` record of its log; ratios are to the first."""
+    baseline, *others = rows
+    cells = []
+    for key, (heading, form) in COLUMNS.items():
+        base = rows[baseline][key]  # None or, in older runs, 0 tokens/s: too few steps to time
+        cells.append([heading, "" if base is None else form.format(base)])
+        for label in others:
+            value = rows[label][key]
+            ratio = "" if key == "gap" or not (base and value) else f"{value / base:.2f}x"
+            cells[-1] += ["" if value is None else form.format(value), ratio]
+    headings = ["", baseline, *(heading for label in others for heading in (label, "ratio"))]
+    notes = [OFFSETS_NOTE, *remarks(rows)]
+    return Table.of(headings, cells, title="Measured here, equal tokens for all", notes=notes)
+
+
+def paper_table() -> Table:
+    """The paper's depth-20 figures as it prints them, and their ratios."""
+    (base_label, base), (gka_label, gka) = published.LANGUAGE.items()
+    rows = []
+    for key in base:
+        ratio = "" if key == "gap" else f"{float(gka[key].rstrip('M')) / float(base[key].rstrip('M')):.2f}x"
+        rows.append([COLUMNS[key][0], f"*{base[key]}*", f"*{gka[key]}*", ratio])
+    title, notes = "The paper's depth 20, as printed there", published.notes("compute")[:2]
+    return Table.of(["", base_label, gka_label, "ratio"], rows, title=title, notes=notes)

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from runs.demo import language, vision
-from runs.demo.jobs import START_SECONDS, run_side_by_side
+from runs.jobs import START_SECONDS, run_side_by_side
 from trainkit_gka.files import read_json, write_json
 from trainkit_gka.progress import console
 

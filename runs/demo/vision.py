@@ -15,9 +15,9 @@ from deit_gka.figures.cls_attention import draw_cls_attention
 from deit_gka.model.checkpoints import find_checkpoint, load_run
 from deit_gka.model.registry import model_name
 from deit_gka.train import Trainer
-from gka.kinds import KINDS
+from gka.kinds import KINDS, Kind
 from runs.demo import pictures
-from runs.demo.jobs import START_SECONDS, Job
+from runs.jobs import START_SECONDS, Job
 from runs.table import Table
 from trainkit_gka.progress import console
 
@@ -43,25 +43,22 @@ def train_jobs(out: Path, epochs: int, wandb: str) -> Jobs:
     """Label -> the commands that train this model, a seed each."""
     steps = epochs * (len(open_source("digits", "train")) // BATCH_SIZE)
     places = ["--out", out / "runs", "--results", out / "train_deit.jsonl", "--wandb", wandb]
-    fixed = [*MODEL_FLAGS, *DATA_FLAGS, *RECIPE_FLAGS, *REPORT_FLAGS, *places]
-    jobs: Jobs = {kind.label: [] for kind in KINDS.values()}
-    for seed in SEEDS:
-        for kind in KINDS.values():
-            tag = f"digits-{kind.label.lower()}-{epochs}-seed{seed}"
-            own = ["--model", model_name("tiny", kind.name), "--model-tag", tag, "--seed", seed]
-            length = ["--epochs", epochs, "--warmup-epochs", min(WARMUP_EPOCHS, epochs)]
-            jobs[kind.label].append(
-                Job(
-                    name=f"digits, {kind.label}, seed {seed}",
-                    module="deit_gka.train",
-                    flags=[*own, *length, *fixed],
-                    folder=out / "runs" / tag,
-                    steps=steps,
-                    seconds=START_SECONDS + SECONDS_PER_EPOCH * epochs,
-                    finish_keys=(*Trainer.FINISH_KEYS, "ema_top1"),
-                )
-            )
-    return jobs
+    length = ["--epochs", epochs, "--warmup-epochs", min(WARMUP_EPOCHS, epochs)]
+    fixed = [*length, *MODEL_FLAGS, *DATA_FLAGS, *RECIPE_FLAGS, *REPORT_FLAGS, *places]
+
+    def job(kind: Kind, seed: int) -> Job:
+        tag = f"digits-{kind.label.lower()}-{epochs}-seed{seed}"
+        return Job(
+            name=f"digits, {kind.label}, seed {seed}",
+            module="deit_gka.train",
+            flags=["--model", model_name("tiny", kind.name), "--model-tag", tag, "--seed", seed, *fixed],
+            folder=out / "runs" / tag,
+            steps=steps,
+            seconds=START_SECONDS + SECONDS_PER_EPOCH * epochs,
+            finish_keys=(*Trainer.FINISH_KEYS, "ema_top1"),
+        )
+
+    return {kind.label: [job(kind, seed) for seed in SEEDS] for kind in KINDS.values()}
 
 
 def show(jobs: Jobs, out: Path) -> list[Path]:
@@ -74,7 +71,13 @@ def show(jobs: Jobs, out: Path) -> list[Path]:
         if lowest < EXPECTED_TOP1:
             expected = f"the full demo is expected to reach {EXPECTED_TOP1:.0f} %"
             console.print(f"note: {label} reached {lowest:.1f} % with one seed; {expected}")
-    return [draw_bandwidths(records, out), draw_attention(jobs, out)]
+    sigma = {
+        f"{kind.label} on digits, seed {seed}": list(record["sigma"].values())
+        for kind in KINDS.values()
+        if kind.has_bandwidth
+        for seed, record in zip(SEEDS, records[kind.label])
+    }
+    return [pictures.draw_bandwidths(sigma, out / "digits_bandwidths.png"), draw_attention(jobs, out)]
 
 
 def cells(records: list[dict]) -> list[str]:
@@ -88,17 +91,6 @@ def cells(records: list[dict]) -> list[str]:
 
     sizes = [f"{records[0]['parameters']:,}", f"{records[0]['flops']:.3e}"]
     return [*sizes, spread("top1", ".2f"), spread("ema_top1", ".2f"), spread("images_per_second", ",.0f")]
-
-
-def draw_bandwidths(records: dict[str, list[dict]], out: Path) -> Path:
-    """Draw the learned bandwidths of the kinds that have them, a column for each seed. Returns the file."""
-    sigma = {
-        f"{kind.label} on digits, seed {seed}": list(record["sigma"].values())
-        for kind in KINDS.values()
-        if kind.has_bandwidth
-        for seed, record in zip(SEEDS, records[kind.label])
-    }
-    return pictures.draw_bandwidths(sigma, out / "digits_bandwidths.png")
 
 
 def draw_attention(jobs: Jobs, out: Path) -> Path:

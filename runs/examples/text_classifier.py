@@ -8,27 +8,31 @@ The only line that is not transformers' own is `use_gka(model)`. Texts are cut i
 trained on the training texts. A training that is in the results is not repeated.
 """
 
+import hashlib
 import platform
 import statistics
+import sysconfig
 import time
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 import pandas as pd
+import pyarrow as pa
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
 from gka.huggingface import use_gka
 from gka.kinds import KINDS
+from nanochat_gka.data.builtin import MIN_PARAGRAPH, docstrings, library_files
 from nanochat_gka.data.corpora import checksum
-from nanochat_gka.data.tokenizer import VOCAB, Tokenizer
+from nanochat_gka.data.tokenizer import Tokenizer
 from runs import frames
-from runs.examples import texts
 from runs.table import Table
 from trainkit_gka import cli, extras
-from trainkit_gka.cli import Bounds, Count, UserError, check_bounds
+from trainkit_gka.cli import Count, UserError, check_bounds, reason_of
 from trainkit_gka.distributed import running
 from trainkit_gka.progress import console, progress_bar
 from trainkit_gka.results import append_result
@@ -38,6 +42,11 @@ FILE = "example_text_classifier.jsonl"
 Attention = Literal["softmax", "gka"]
 Case = dict[str, Any]  # what decides a training
 WIDTH, DEPTH, HEADS = 128, 4, 4
+# Texts of a batch, which is padded to its longest; longer texts are cut. AdamW's rate falls to 0 after a warm-up.
+TRAINING = {"batch_size": 16, "max_tokens": 128, "vocab_size": 2048, "lr": 1e-3}
+PACKAGES = 12  # of Python's library, those with the most docstrings
+HELD_OUT = 5  # one text in so many
+READERS = {".parquet": pd.read_parquet, ".csv": pd.read_csv}
 POOL = 8  # batches that are drawn together and dealt by length, as by transformers' `group_by_length`
 DROPOUT, WARMUP, WEIGHT_DECAY = 0.1, 0.1, 0.01  # of the hidden layers; share of the updates; AdamW's
 
@@ -57,24 +66,70 @@ class TextClassifierConfig:
     """Trainings of each kind, which differ in initial weights and in the order of texts."""
     epochs: Count = 12
     """Times that a training reads the training texts."""
-    batch_size: Count = 16
-    """Texts in a batch, which is padded to its longest."""
-    max_tokens: Annotated[int, Bounds(2, 512)] = 128
-    """Longer texts are cut."""
-    vocab_size: Annotated[int, VOCAB] = 2048
-    """Tokens of the vocabulary."""
-    lr: Annotated[float, Bounds(0, open_least=True)] = 1e-3
-    """Learning rate of AdamW, after a warm-up over a tenth of the updates; it falls to 0."""
     results: Path = frames.RESULTS / FILE
     """The file of JSON lines that a training appends to."""
 
 
+def labelled_texts(data: Path | None) -> list[tuple[str, str]]:
+    """Texts and their labels: of a file, or the docstrings of Python's library with the package that each is from.
+
+    The packages are those with the most docstrings whose names are public. A docstring stays as it is, with its white
+    space and the names of packages that it mentions. Raises UserError for a file without columns text and label.
+    """
+    if data is None:
+        root, pairs = Path(sysconfig.get_paths()["stdlib"]), []
+        for path in library_files():
+            package = path.relative_to(root).parts[0].removesuffix(".py")
+            if not package.startswith("_"):
+                pairs += [(text, package) for text in docstrings(path) if len(text) >= MIN_PARAGRAPH]
+        counts = Counter(package for _, package in dict.fromkeys(pairs))
+        chosen = {package for package, _ in counts.most_common(PACKAGES)}
+        return [(text, package) for text, package in pairs if package in chosen]
+    if data.suffix not in READERS:
+        raise UserError(f"--data takes a file of {' or '.join(READERS)}, got {data}")
+    try:
+        frame = READERS[data.suffix](data)
+    except (OSError, ValueError, pa.ArrowException) as error:
+        raise UserError(f"{data} cannot be read ({reason_of(error)})") from None
+    if missing := {"text", "label"} - set(frame.columns):
+        has = ", ".join(map(str, frame.columns))
+        raise UserError(f"{data} needs columns text and label, it has no {', '.join(sorted(missing))} but {has}")
+    frame = frame[["text", "label"]].dropna()
+    return list(zip(frame.text.astype(str), frame.label.astype(str)))
+
+
+Split = tuple[list[str], list[int]]  # texts, and the number of each one's label
+
+
+def split(pairs: list[tuple[str, str]]) -> tuple[list[str], Split, Split]:
+    """Names of the labels, texts to train on, and a fifth that is held out by checksum, whatever the seed.
+
+    A text counts once; one that has several labels is left out. Raises UserError if there are fewer than two labels, or
+    if one has no text on either side.
+    """
+    labels_of: dict[str, set[str]] = {}
+    for text, label in pairs:
+        labels_of.setdefault(text.strip(), set()).add(label)
+    label_of_text = {text: labels.pop() for text, labels in labels_of.items() if text and len(labels) == 1}
+    names = sorted(set(label_of_text.values()))
+    train, test = sides = ([], []), ([], [])
+    for text, label in label_of_text.items():
+        digest = hashlib.sha256(text.encode(errors="replace")).digest()
+        texts, labels = sides[int.from_bytes(digest[:4], "big") % HELD_OUT == 0]
+        texts.append(text)
+        labels.append(names.index(label))
+    if len(names) < 2 or set(train[1]) != set(range(len(names))) or not test[0]:
+        raise UserError("--data: at least two labels are needed, with several different texts each")
+    return names, train, test
+
+
 @dataclass(frozen=True)
 class Examples:
-    """ids: int64, a tensor (T,) for each text; labels: (N,)."""
+    """ids: int64, a tensor (T,) for each text; labels: (N,). No token has padding_id."""
 
     ids: list[torch.Tensor]
     labels: torch.Tensor
+    padding_id: int
 
     def shuffled(self, size: int, generator: torch.Generator) -> list[torch.Tensor]:
         """Indices of an epoch's batches: the texts of a batch are about equally long, the batches in random order."""
@@ -84,35 +139,32 @@ class Examples:
             batches += by_length.split(size)
         return [batches[number] for number in torch.randperm(len(batches), generator=generator)]
 
-    def batches(self, indices: Iterable[torch.Tensor], padding_id: int) -> Iterator[dict[str, torch.Tensor]]:
+    def batches(self, indices: Iterable[torch.Tensor]) -> Iterator[dict[str, torch.Tensor]]:
         """BERT's arguments: input_ids and attention_mask (B, T), 1 where there is a token; labels (B,)."""
         for batch in indices:
-            rows = [self.ids[index] for index in batch]
-            mask = pad_sequence([torch.ones_like(row) for row in rows], batch_first=True)
-            ids = pad_sequence(rows, batch_first=True, padding_value=padding_id)
-            yield {"input_ids": ids, "attention_mask": mask, "labels": self.labels[batch]}
+            ids = pad_sequence([self.ids[index] for index in batch], batch_first=True, padding_value=self.padding_id)
+            yield {"input_ids": ids, "attention_mask": (ids != self.padding_id).long(), "labels": self.labels[batch]}
 
 
 @dataclass(frozen=True)
 class Task:
-    """The data in tokens. Texts start with the tokenizer's BOS, from which BERT classifies. No token has padding_id."""
+    """The data in tokens. Texts start with the tokenizer's BOS, from which BERT classifies."""
 
     names: list[str]
     train: Examples
     test: Examples
-    padding_id: int
     guess: float  # accuracy of the most frequent label
 
     @classmethod
     def prepare(cls, config: TextClassifierConfig) -> "Task":
-        data = texts.read(config.data) if config.data else texts.builtin()
-        tokenizer = Tokenizer.train(data.train.texts, config.vocab_size)
+        names, train, test = split(labelled_texts(config.data))
+        tokenizer = Tokenizer.train(train[0], TRAINING["vocab_size"])
 
-        def encode(split: texts.Split) -> Examples:
-            rows = (tokenizer.encode_document(text)[: config.max_tokens].astype("int64") for text in split.texts)
-            return Examples(list(map(torch.from_numpy, rows)), torch.tensor(split.labels))
+        def encode(texts: list[str], labels: list[int]) -> Examples:
+            rows = (tokenizer.encode_document(text)[: TRAINING["max_tokens"]].astype("int64") for text in texts)
+            return Examples(list(map(torch.from_numpy, rows)), torch.tensor(labels), tokenizer.vocab_size)
 
-        return cls(data.names, encode(data.train), encode(data.test), tokenizer.vocab_size, data.test.share())
+        return cls(names, encode(*train), encode(*test), max(Counter(test[1]).values()) / len(test[1]))
 
     def settings(self) -> dict[str, Any]:
         """Facts of a row that do not decide which training it is."""
@@ -127,7 +179,7 @@ def build(kind: Attention, task: Task, max_tokens: int) -> torch.nn.Module:
     from transformers import BertConfig, BertForSequenceClassification
 
     config = BertConfig(
-        vocab_size=task.padding_id + 1, pad_token_id=task.padding_id, max_position_embeddings=max_tokens,
+        vocab_size=task.test.padding_id + 1, pad_token_id=task.test.padding_id, max_position_embeddings=max_tokens,
         hidden_size=WIDTH, num_hidden_layers=DEPTH, num_attention_heads=HEADS, intermediate_size=4 * WIDTH,
         hidden_dropout_prob=DROPOUT, attention_probs_dropout_prob=0.0, num_labels=len(task.names),
     )  # fmt: skip
@@ -152,7 +204,7 @@ def train(case: Case, task: Task) -> dict[str, Any]:
             for _ in range(epochs):
                 model.train()
                 begun = time.perf_counter()
-                for batch in task.train.batches(task.train.shuffled(size, generator), task.padding_id):
+                for batch in task.train.batches(task.train.shuffled(size, generator)):
                     loss = model(**batch).loss
                     loss.backward()
                     optimizer.step()
@@ -165,29 +217,30 @@ def train(case: Case, task: Task) -> dict[str, Any]:
 
 def measure(model: torch.nn.Module, task: Task, size: int, seconds: list[float]) -> dict[str, Any]:
     """Accuracy on held-out texts in padded batches and one by one, and the largest relative difference of logits."""
-    logits = {"accuracy": predict(model, task, size), "accuracy_alone": predict(model, task, 1)}
-    apart = (logits["accuracy"] - logits["accuracy_alone"]).abs().max() / logits["accuracy_alone"].abs().max()
-    right = {name: (each.argmax(-1) == task.test.labels).double().mean().item() for name, each in logits.items()}
-    parameters = sum(p.numel() for p in model.parameters())
-    numbers = {"logits_apart": apart.item(), "seconds_per_epoch": statistics.median(seconds)}
-    return {"parameters": parameters, **right, **numbers}
+    padded, alone = (predict(model, task, batch) for batch in (size, 1))
+    right = [(logits.argmax(-1) == task.test.labels).double().mean().item() for logits in (padded, alone)]
+    return {
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "accuracy": right[0],
+        "accuracy_alone": right[1],
+        "logits_apart": ((padded - alone).abs().max() / alone.abs().max()).item(),
+        "seconds_per_epoch": statistics.median(seconds),
+    }
 
 
 @torch.no_grad()
 def predict(model: torch.nn.Module, task: Task, size: int) -> torch.Tensor:
     """Logits (N, labels) of the held-out texts in batches of `size`, in their order."""
     model.eval()
-    batches = task.test.batches(torch.arange(len(task.test.ids)).split(size), task.padding_id)
+    batches = task.test.batches(torch.arange(len(task.test.ids)).split(size))
     return torch.cat([model(**batch).logits for batch in batches])
 
 
 def cases_of(config: TextClassifierConfig) -> list[Case]:
     """A case for every seed and kind."""
-    same = {name: getattr(config, name) for name in ("epochs", "batch_size", "max_tokens", "vocab_size", "lr")}
     data = f"{config.data.name} {checksum(config.data)}" if config.data else "builtin"
-    return [
-        {"attention": kind, "seed": seed, **same, "data": data} for seed in range(config.seeds) for kind in config.kinds
-    ]
+    same = {"epochs": config.epochs, **TRAINING, "data": data}
+    return [{"attention": kind, "seed": seed, **same} for seed in range(config.seeds) for kind in config.kinds]
 
 
 def table(records: list[dict[str, Any]], sources: Iterable[str] = ()) -> Table:

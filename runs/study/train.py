@@ -11,16 +11,14 @@ make study ARGS="--forms GKA --flags='--window-pattern SSSL'"
 python -m runs.study.train --images hf:path/to/cifar10      vision transformers on CIFAR-10
 """
 
-import contextlib
 import hashlib
+import itertools
 import json
 import math
 import os
 import shlex
 import shutil
-import signal
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable
@@ -35,9 +33,9 @@ from nanochat_gka.data.shards import MANIFEST
 from nanochat_gka.model.accounting import flops_per_token, meta_model
 from nanochat_gka.model.config import ModelFlags
 from nanochat_gka.training.optim import OptimConfig
+from runs.jobs import Job, end
 from trainkit_gka import signals
 from trainkit_gka.cli import Bounds, UserError, run
-from trainkit_gka.command import as_typed
 from trainkit_gka.files import locked, read_json, write_json
 from trainkit_gka.progress import clock_text, console, progress_bar, read_events, read_lines
 from trainkit_gka.results import append_line, date_of, git_commit, read_results
@@ -45,9 +43,8 @@ from trainkit_gka.workers import cores
 
 # The forms, as flags of nanochat_gka.train. channel_rate and gate_rate multiply the learning rates of channel
 # bandwidths and head gates.
-OFFSETS = dict(head_offsets="PS")
-EVERYWHERE = dict(head_offsets="PS", offset_layers="all")  # softmax and VLT layers too
-UNROTATED = dict(gka_values="normalised")
+OFFSETS, UNROTATED = dict(head_offsets="PS"), dict(gka_values="normalised")
+EVERYWHERE = dict(**OFFSETS, offset_layers="all")  # softmax and VLT layers too
 SOFTMAX, VLT = dict(attention="softmax"), dict(attention="vlt")
 GKA, GKA_OFFSETS = dict(attention="gka"), dict(attention="gka", **OFFSETS, **UNROTATED)
 HALF, EVERY, NONE = dict(value_embeds="all"), dict(value_embeds="every-layer"), dict(value_embeds="none")
@@ -179,43 +176,41 @@ class TrainConfig:
     results: Path = Path("runs/results/study")
     """Folder of the results, a file of JSON lines for each corpus."""
     at_once: Annotated[int, Bounds(1)] = 2
-    """Trainings side by side."""
-    threads: Annotated[int, Bounds(0)] = 0
-    """Threads of each training; 0 shares the cores among them."""
-    nice: Annotated[int, Bounds(0, 19)] = 19
-    """How far other programs go first."""
+    """Trainings side by side, which share the cores."""
     device_type: Literal["auto", "cuda", "cpu"] = "auto"
     """Device to train on; auto takes CUDA if there is one."""
 
 
 @dataclass
 class Training:
-    """A cell as a command. key: a hash of all that is computed. trial, data: of its row. words: without the places.
+    """A cell as a command. key: a hash of all that is computed. trial, data, further: of its row.
 
-    cost: FLOPs of text, images of images; by it the time of what is left is estimated.
+    cost: FLOPs of text, images of images; by it the time of what is left is estimated. metrics: of its row, from the
+    trainer's record and the folder.
     """
 
     form: str
-    label: str
     key: str
-    kind: str
     trial: dict[str, Any]
     data: dict[str, Any]
-    module: str
-    source: str  # --data
-    words: list[str]
-    steps: int
+    further: list[str]  # flags
     cost: float
     command: str
-    finish_keys: tuple[str, ...]
-    metrics: Callable[[dict[str, Any], Path], dict[str, Any]]  # of its row, from the trainer's record and the folder
-    flags: list[str] = field(default_factory=list)
-    environment: dict[str, str] = field(default_factory=dict)
+    metrics: Callable[[dict[str, Any], Path], dict[str, Any]]
+    job: Job
 
 
 def key_of(computed: dict[str, Any]) -> str:
     """A hash of everything that is computed."""
     return hashlib.sha256(json.dumps(computed, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def job_of(config: "TrainConfig", name: str, label: str, key: str, data: Path, **about: Any) -> Job:
+    """The trainer's command. name: of the results file. data: rows or images. about: further fields, `flags` too."""
+    folder = config.runs / name / key
+    places = ["--data", data, "--out", folder.parent, "--model-tag", key, "--results", folder / RECORD]
+    about["flags"] = [*places, "--device-type", config.device_type, *about["flags"]]
+    return Job(name=label, folder=folder, **about)
 
 
 # Text
@@ -236,7 +231,8 @@ def text_trainings(config: TrainConfig) -> tuple[str, list[Training]]:
     manifest = read_json(config.data / MANIFEST, "manifest of packed rows")
     cells = [(f, *place, seed) for forms, places in lists for place in places for seed in seeds for f in forms]
     chosen = [cell for cell in dict.fromkeys(cells) if fits(cell[0], cell[1])]
-    return Path(manifest["corpus"]).name, [text_training(config, manifest, *cell) for cell in chosen]
+    name = Path(manifest["corpus"]).name
+    return name, [text_training(config, name, manifest, *cell) for cell in chosen]
 
 
 def fits(form: str, depth: int) -> bool:
@@ -246,45 +242,41 @@ def fits(form: str, depth: int) -> bool:
 
 
 def text_training(
-    config: TrainConfig, manifest: dict[str, Any], form: str, depth: int, tokens: int, seed: int
+    config: TrainConfig, name: str, manifest: dict[str, Any], form: str, depth: int, tokens: int, seed: int
 ) -> Training:
     """One cell of text. manifest: of the packed rows."""
     batch = 2048 if depth < 6 else 4096  # tokens a step
     rate = (RATES_AT_8 if depth == 8 else RATES).get(form, 1.0)
     trial = {"depth": depth, "window_pattern": "L", "rate": rate, "seed": seed, "tokens": tokens, "batch": batch}
     trial = {**trial, "dtype": "bfloat16", "head_dim": HEAD_DIM, **FORMS[form]}
-    computed, steps, flags = computed_of(trial), tokens // batch, shlex.split(config.flags)
+    computed, steps, further = computed_of(trial), tokens // batch, shlex.split(config.flags)
     if not steps:
         raise UserError(f"--tokens {tokens}: a step with {depth} layers has {batch} tokens")
     words = ["--compile", "on" if depth >= COMPILED_FROM else "off", "--eval-tokens", EVAL_TOKENS, "--sample-every", -1]
     words += ["--eval-every", steps // 4 if tokens >= EVALUATE_ALONG_FROM else -1]
     words += ["--save-every", max(1, SAVE_EVERY // batch), "--keep", 1, "--log-every", max(1, steps // CURVE_POINTS)]
-    for name, value in computed.items():
-        flag = f"--{name.replace('_', '-')}"
-        words += ([flag] if value else []) if isinstance(value, bool) else [flag, value]
+    for flag, value in computed.items():
+        word = f"--{flag.replace('_', '-')}"
+        words += ([word] if value else []) if isinstance(value, bool) else [word, value]
     data = same_rows(manifest)
-    shape = {name: value for name, value in computed.items() if name in LEFT_OUT and name != "aspect_ratio"}
+    shape = {flag: value for flag, value in computed.items() if flag in LEFT_OUT and flag != "aspect_ratio"}
     model = ModelFlags(**shape).shape(depth, manifest["sequence_len"], manifest["vocab_size"])
-    said = {name: value for name, value in computed.items() if value != LEFT_OUT.get(name)}
-    said |= {"eval_tokens": EVAL_TOKENS, "data": data, **({"flags": flags} if flags else {})}
+    keyed = {flag: value for flag, value in computed.items() if value != LEFT_OUT.get(flag)}
+    key = key_of(keyed | {"eval_tokens": EVAL_TOKENS, "data": data, **({"flags": further} if further else {})})
     cell = ["--forms", form, "--depths", depth, "--tokens", tokens, "--seeds", seed]
-    return Training(
-        form=form,
-        label=f"{form}, {depth} layers, {tokens:,} tokens, seed {seed}",
-        key=key_of(said),
-        kind="study",
-        trial=trial,
-        data=data,
+    job = job_of(
+        config,
+        name,
+        f"{form}, {depth} layers, {tokens:,} tokens, seed {seed}",
+        key,
+        config.data,
         module="nanochat_gka.train",
-        source=str(config.data),
-        words=[*map(str, words), *flags],
+        flags=[*words, *further],
         steps=steps,
-        cost=tokens * flops_per_token(meta_model(model)),
-        command=command_of(["--data", config.data, *cell], config.flags),
         finish_keys=("val_bpb", "train_bpb", "tokens_per_second", "sigma"),
-        metrics=text_metrics,
-        flags=flags,
     )
+    cost, command = tokens * flops_per_token(meta_model(model)), command_of(["--data", config.data, *cell], config)
+    return Training(form, key, trial, data, further, cost, command, text_metrics, job)
 
 
 def computed_of(trial: dict[str, Any]) -> dict[str, Any]:
@@ -309,11 +301,8 @@ def text_metrics(record: dict[str, Any], folder: Path) -> dict[str, Any]:
     losses = read_events(log, "train", "smooth_loss", "tokens_per_second")
     curve = [[one["step"] * batch, round(one["smooth_loss"], 5)] for one in losses]
     names = ("tokens", "train_bpb", "val_bpb")
-    return {
-        **record["metrics"],
-        "curve": curve,
-        "evaluations": [[one[name] for name in names] for one in read_events(log, "eval", *names)],
-    }
+    evaluations = [[one[name] for name in names] for one in read_events(log, "eval", *names)]
+    return {**record["metrics"], "curve": curve, "evaluations": evaluations}
 
 
 # Images
@@ -333,30 +322,28 @@ def image_training(config: TrainConfig, folder: Path, data: dict[str, Any], form
     attention, keywords, epochs = IMAGE_FORMS[form]
     model = ["--model", model_name("tiny", "gka"), "--attention", attention, "--model-kwargs", *IMAGE_MODEL, *keywords]
     length = ["--epochs", epochs, "--batch-size", IMAGE_BATCH, "--seed", seed, "--lr", LR]
-    words, flags = [str(word) for word in (*model, *length, *RECIPE)], shlex.split(config.flags)
+    words, further = [str(word) for word in (*model, *length, *RECIPE)], shlex.split(config.flags)
     options = dict(word.split("=") for word in keywords)
     trial = {"attention": attention, "spatial_offsets": options.get("spatial_offsets", ""), "rate": 1.0, "seed": seed}
     trial |= {"norm_weight": "norm_weight" not in options, "channel_bandwidths": "channel_bandwidths" in options}
     trial |= {"tuning": False, "epochs": 0 if epochs == EPOCHS else epochs}
-    return Training(
-        form=form,
-        label=f"{form}, CIFAR-10, seed {seed}",
-        key=key_of({"flags": words, "data": data, **({"further flags": flags} if flags else {})}),
-        kind="study-vision",
-        trial=trial,
-        data=data,
+    key = key_of({"flags": words, "data": data, **({"further flags": further} if further else {})})
+    job = job_of(
+        config,
+        "vision_cifar10",
+        f"{form}, CIFAR-10, seed {seed}",
+        key,
+        folder,
         module="deit_gka.train",
-        source=str(folder),
-        words=[*words, *map(str, REPORTS), *flags],
+        flags=[*words, *REPORTS, *further],
         steps=epochs * (data["train images"] // IMAGE_BATCH),
-        cost=epochs * data["train images"],
-        command=command_of(["--images", config.images, "--forms", form, "--seeds", seed], config.flags),
         finish_keys=("top1", "ema_top1", "images_per_second", "sigma"),
-        metrics=image_metrics,
-        flags=flags,
         # In bfloat16 on a CPU softmax and VLT train twice as fast when they build their weights.
         environment={"TIMM_FUSED_ATTN": "0"} if attention in ("softmax", "vlt") else {},
     )
+    command = command_of(["--images", config.images, "--forms", form, "--seeds", seed], config)
+    cost = epochs * data["train images"]
+    return Training(form, key, trial, data, further, cost, command, image_metrics, job)
 
 
 def image_metrics(record: dict[str, Any], folder: Path) -> dict[str, Any]:
@@ -365,10 +352,7 @@ def image_metrics(record: dict[str, Any], folder: Path) -> dict[str, Any]:
     for one in read_events(folder / "log.jsonl", "train", "epoch", "loss"):
         losses.setdefault(math.ceil(one["epoch"]), []).append(one["loss"])
     judged = {one["epoch"]: one["ema_top1"] for one in read_events(folder / "log.jsonl", "eval", "ema_top1")}
-    curve = [
-        {"epoch": epoch, "loss": statistics.mean(losses[epoch]), "ema_top1": judged.get(epoch)}
-        for epoch in sorted(losses)
-    ]
+    curve = [{"epoch": e, "loss": statistics.mean(losses[e]), "ema_top1": judged.get(e)} for e in sorted(losses)]
     return {**record["metrics"], "curve": curve}
 
 
@@ -385,10 +369,16 @@ def image_copies(data: str, base: Path) -> tuple[Path, dict[str, Any]]:
     if name != "cifar10":
         raise UserError(f"--images {data}: the recipe is for CIFAR-10, in a folder named cifar10")
     check_classes(sources["train"], sources["val"])
+    digest = hashlib.sha256()  # of all images as they are stored, their classes and their order
+    for split, source in sources.items():
+        digest.update(repr((split, source.classes)).encode())
+        for index in range(len(source)):
+            stored, label, _ = source.read(index)
+            content = stored if isinstance(stored, bytes) else stored.tobytes()
+            digest.update(f"{label} {len(content)} ".encode() + content)
     identity = {"images": name, **{f"{split} images": len(source) for split, source in sources.items()}}
-    digest = fingerprint(sources)
-    identity |= {"held out": math.ceil(HELD_OUT * identity["train images"]), "sha256": digest}
-    folder = base / f"{name}-{digest[:8]}"
+    identity |= {"held out": math.ceil(HELD_OUT * identity["train images"]), "sha256": digest.hexdigest()}
+    folder = base / f"{name}-{digest.hexdigest()[:8]}"
     manifest = folder / "manifest.json"
     if not manifest.exists() or read_json(manifest, "manifest of copied images") != identity:
         console.print(f"making copies in {folder}", highlight=False)
@@ -403,31 +393,18 @@ def image_copies(data: str, base: Path) -> tuple[Path, dict[str, Any]]:
     return folder / "compared", identity
 
 
-def fingerprint(sources: dict[str, ImageSource]) -> str:
-    """A hash of all images as they are stored, their classes and their order."""
-    digest = hashlib.sha256()
-    for split, source in sources.items():
-        digest.update(repr((split, source.classes)).encode())
-        for index in range(len(source)):
-            stored, label, _ = source.read(index)
-            content = stored if isinstance(stored, bytes) else stored.tobytes()
-            digest.update(f"{label} {len(content)} ".encode() + content)
-    return digest.hexdigest()
-
-
 # Both
 
 
 def check_names(flag: str, names: Iterable[str], known: Iterable[str]) -> None:
     """Raises UserError for a name that is not known."""
-    for name in names:
-        if name not in known:
-            raise UserError(f"{flag} {name}: choose among {', '.join(known)}")
+    if missing := [name for name in names if name not in known]:
+        raise UserError(f"{flag} {missing[0]}: choose among {', '.join(known)}")
 
 
-def command_of(words: Iterable[Any], flags: str) -> str:
+def command_of(words: Iterable[Any], config: TrainConfig) -> str:
     """What trains one cell again."""
-    further = [f"--flags={flags}"] if flags else []
+    further = [f"--flags={config.flags}"] if config.flags else []
     return shlex.join(["python", "-m", "runs.study.train", *map(str, words), *further])
 
 
@@ -441,139 +418,103 @@ class Runner:
 
     def __init__(self, config: TrainConfig, name: str, trainings: list[Training]):
         self.config, self.trainings = config, trainings
-        self.results, self.runs = config.results / f"{name}.jsonl", config.runs / name
-        self.threads = config.threads or max(1, cores() // config.at_once)
-        self.running: dict[str, tuple[Training, subprocess.Popen]] = {}
+        self.kind = "study-vision" if config.images else "study"
+        self.results = config.results / f"{name}.jsonl"
+        self.running: dict[str, Training] = {}
         self.starts: dict[str, int] = {}
         self.failed: set[str] = set()  # here; not tried again
-        self.stopping = False
 
     def left(self) -> list[Training]:
         """What is neither finished nor failed."""
-        kind = self.trainings[0].kind if self.trainings else ""
-        over = rows_of(self.results, kind).keys() | self.failed
+        over = rows_of(self.results, self.kind).keys() | self.failed
         if not self.config.retry_failed:
-            over |= rows_of(self.results, f"{kind}-failed").keys()
+            over |= rows_of(self.results, f"{self.kind}-failed").keys()
         return [training for training in self.trainings if training.key not in over]
 
-    def seconds(self) -> Callable[[Training], float] | None:
-        """Of a training, by the median speed of the finished ones; None before one is finished."""
-        speeds = []
-        for row in rows_of(self.results, self.trainings[0].kind).values() if self.trainings else ():
-            metrics = row["metrics"]
-            if speed := metrics.get("images_per_second"):
-                speeds.append(speed)
-            elif speed := metrics.get("tokens_per_second"):
-                speeds.append(speed * metrics["flops_per_token"])
-        return (lambda training: training.cost / statistics.median(speeds)) if speeds else None
-
     def show(self) -> None:
-        """Print every cell that is left, with its time."""
-        left, seconds = self.left(), self.seconds()
-        for training in left:
-            time_of_it = clock_text(seconds(training)) if seconds else "?"
-            console.print(f"{training.key}  {time_of_it}  {training.label}", highlight=False, markup=False)
-        total = f", {clock_text(sum(map(seconds, left)))} of one training at a time" if seconds else ""
+        """Print every cell that is left, with its time by the median speed of the finished ones."""
+        left, speeds = self.left(), []
+        for metrics in (row["metrics"] for row in rows_of(self.results, self.kind).values()):
+            if speed := metrics.get("images_per_second") or metrics.get("tokens_per_second"):
+                speeds.append(speed * metrics.get("flops_per_token", 1))
+        times = [training.cost / statistics.median(speeds) for training in left] if speeds else []
+        for training, seconds in itertools.zip_longest(left, times):
+            text = "?" if seconds is None else clock_text(seconds)
+            console.print(f"{training.key}  {text}  {training.job.name}", highlight=False, markup=False)
+        total = f", {clock_text(sum(times))} of one training at a time" if times else ""
         console.print(f"{len(left)} of {len(self.trainings)} left{total}.", highlight=False)
 
     def run(self) -> bool:
         """Train what is left. Returns False if a signal ended it; trainings have saved then."""
-        numbers = (*signals.ending(), signal.SIGINT)
-        before = {number: signal.signal(number, self._stop) for number in numbers}
+        tasks: dict[str, Any] = {}
+        jobs = lambda: [training.job for training in self.running.values()]  # noqa: E731
         try:
-            with progress_bar() as bar:
-                tasks: dict[str, Any] = {}
+            with progress_bar() as bar, signals.passed_on(lambda: [job.process for job in jobs()]):
                 while self._look():
                     for key in tasks.keys() - self.running.keys():
                         bar.remove_task(tasks.pop(key))
-                    for key, (training, _) in self.running.items():
+                    for key, training in self.running.items():
                         if key not in tasks:
-                            tasks[key] = bar.add_task(training.label, total=training.steps, status="")
-                        records = read_events(self.runs / key / "log.jsonl")
-                        losses = [one["loss"] for one in records if isinstance(one.get("loss"), float)]
-                        status = f"loss {losses[-1]:.3f}" if losses else ""
-                        step = max((one["step"] for one in records), default=0)
+                            tasks[key] = bar.add_task(training.job.name, total=training.job.steps, status="")
+                        step, status = training.job.progress()
                         bar.update(tasks[key], completed=step, status=status)
                     time.sleep(LOOK_EVERY)
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
-        return not self.stopping
+        except (KeyboardInterrupt, signals.Stopped):
+            end(jobs())
+            return False
+        return True
 
     def _look(self) -> bool:
         """Record what has ended and start what is next. Returns whether anything is left or running."""
-        for key, (training, process) in list(self.running.items()):
-            if process.poll() is not None:
+        for key, training in list(self.running.items()):
+            if training.job.process.poll() is not None:
                 del self.running[key]
-                self._ended(training, process.returncode)
-        if self.stopping:
-            return bool(self.running)
+                self._record_end(training, training.job.process.returncode)
         left = self.left()
         for training in left:
             if len(self.running) >= self.config.at_once:
                 break
             if training.key not in self.running and not self._is_busy(training) and not self._collect(training):
-                self._start(training)
+                training.job.start(max(1, cores() // self.config.at_once))
+                self.running[training.key] = training
+                self.starts[training.key] = self.starts.get(training.key, 0) + 1
         return bool(left)
 
-    def _start(self, training: Training) -> None:
-        folder = self.runs / training.key
-        folder.mkdir(parents=True, exist_ok=True)
-        places = ["--data", training.source, "--out", self.runs, "--model-tag", training.key]
-        places += ["--results", folder / RECORD, "--device-type", self.config.device_type]
-        words = [sys.executable, "-m", training.module, *map(str, places), *training.words]
-        console.print(f"\n{training.label}", highlight=False, markup=False)
-        console.print(f"$ {shlex.join([as_typed(words[0]), *words[1:]])}", highlight=False, markup=False)
-        environment = {**os.environ, **training.environment, "OMP_NUM_THREADS": str(self.threads)}
-        with open(folder / "output.txt", "a") as output:
-            process = subprocess.Popen(words, stdout=output, stderr=subprocess.STDOUT, env=environment)
-        self.running[training.key] = training, process
-        self.starts[training.key] = self.starts.get(training.key, 0) + 1
-
-    def _ended(self, training: Training, code: int) -> None:
+    def _record_end(self, training: Training, code: int) -> None:
         """Record a training that has ended, unless a signal ended it or another process has its folder."""
         by_signal = code <= 0  # a trainer that is asked to stop saves and exits with 0
-        if self._collect(training) or self.stopping or (by_signal and self.starts[training.key] < MOST_STARTS):
+        if self._collect(training) or (by_signal and self.starts[training.key] < MOST_STARTS):
             return
         if self._is_busy(training):
             return
-        lines = (self.runs / training.key / "output.txt").read_text(errors="replace").strip().splitlines()
-        reason = lines[-1] if lines else "nothing was printed"
+        reason = (training.job.printed() or ["nothing was printed"])[-1]
         outcome = {"date": date_of(), "commit": git_commit(), "exit_code": code}
         about = {"key": training.key, "command": training.command, "trial": training.trial, "form": training.form}
-        row = {**about, **outcome, "reason": reason.removeprefix("error: "), "kind": f"{training.kind}-failed"}
+        row = {**about, **outcome, "reason": reason.removeprefix("error: "), "kind": f"{self.kind}-failed"}
         append_line(self.results, row)
         self.failed.add(training.key)
-        console.print(f"{training.label}: exit code {code}: {reason}", highlight=False, markup=False)
+        console.print(f"{training.job.name}: exit code {code}: {reason}", highlight=False, markup=False)
 
     def _collect(self, training: Training) -> bool:
         """Append the row of a training that is finished. Returns False if it is not."""
-        folder = self.runs / training.key
-        records = read_results(folder / RECORD, *training.finish_keys)
+        folder = training.job.folder
+        records = read_results(folder / RECORD, *training.job.finish_keys)
         if not records:
             return False
         about = {"key": training.key, "command": training.command, "trial": training.trial, "data": training.data}
-        about |= {"form": training.form, "chosen": not training.flags, "flags": training.flags}
-        row = {**records[-1], **about, "metrics": training.metrics(records[-1], folder), "kind": training.kind}
+        about |= {"form": training.form, "chosen": not training.further, "flags": training.further}
+        row = {**records[-1], **about, "metrics": training.metrics(records[-1], folder), "kind": self.kind}
         append_line(self.results, row)
-        console.print(f"{training.label}: recorded in {self.results}", highlight=False, markup=False)
+        console.print(f"{training.job.name}: recorded in {self.results}", highlight=False, markup=False)
         return True
 
     def _is_busy(self, training: Training) -> bool:
         """Whether another process trains it: of another runner, or of one that was killed."""
         try:
-            with locked(self.runs / training.key, "training in"):
+            with locked(training.job.folder, "training in"):
                 return False
         except UserError:
             return True
-
-    def _stop(self, number: int, frame: Any) -> None:
-        """Let the trainings save. The second Ctrl-C interrupts."""
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        self.stopping = True
-        for _, process in self.running.values():
-            with contextlib.suppress(ProcessLookupError):
-                process.terminate()
 
 
 def main(config: TrainConfig) -> None:
@@ -582,7 +523,7 @@ def main(config: TrainConfig) -> None:
     if config.list:
         runner.show()
         return
-    os.nice(config.nice)
+    os.nice(19)  # every other program goes first
     if not runner.run():
         console.print("stopped; every training has saved. The same command continues.", highlight=False)
         sys.exit(130)

@@ -7,7 +7,7 @@ from bench_lines import line, write
 from runs import frames
 from runs.bench import report
 from runs.bench.operators import FULL
-from runs.bench.program import BenchConfig, Recorder, facts_of, result_file
+from runs.bench.program import BenchConfig, Comparison, facts_of, result_file
 from runs.bench.timing import Measurement
 from trainkit_gka.progress import read_lines
 
@@ -57,8 +57,9 @@ def test_hardware_has_a_file_of_its_own(tmp_path, monkeypatch):
     for name in names:
         for module in ("runs.bench.program", "trainkit_gka.results"):
             monkeypatch.setattr(f"{module}.describe_hardware", lambda device, name=name: name)
-        recorder, failed = Recorder(BenchConfig(results=tmp_path), "attention", CPU), Measurement("failed", "why")
-        recorder.record("vit-ti", "forward", {"a": failed}, {"a": "ours"}, {"batch": 1}, lambda name, m: {"more": 2})
+        settings, failed = {"batch": 1, "dtype": "float32"}, Measurement("failed", "why")
+        one = Comparison(settings, {"a": failed}, {"a": "ours"}, {"a": {"more": 2}})
+        one.record(BenchConfig(results=tmp_path), "attention", "vit-ti", "forward", CPU)
     assert {path.name for path in tmp_path.iterdir()} == {f"bench_attention_{slug}.jsonl" for slug in names.values()}
     (record,) = read_lines(result_file(tmp_path, "attention", "NVIDIA H200"))
     assert record["hardware"] == "NVIDIA H200" and record["config"]["batch"] == 1

@@ -13,7 +13,7 @@ import tyro
 from nanochat_gka.model.config import ModelFlags
 from runs.demo import language, length, vision
 from runs.demo.__main__ import DemoConfig, lengths
-from runs.demo.jobs import Job, run_side_by_side
+from runs.jobs import Job, run_side_by_side
 from sources import ROOT
 from trainkit_gka.results import append_result
 
@@ -27,7 +27,7 @@ time.sleep(60)
 DEMO = """
 import sys
 from pathlib import Path
-from runs.demo.jobs import Job, run, run_side_by_side
+from runs.jobs import Job, run, run_side_by_side
 from trainkit_gka.cli import run as command
 
 words = ["-n", "1", "-r", "1", sys.argv[1]]

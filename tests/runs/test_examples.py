@@ -7,22 +7,11 @@ import pandas as pd
 import pytest
 
 from runs import frames
-from runs.examples import text_classifier, texts
-from runs.examples.text_classifier import KIND, TextClassifierConfig
+from runs.examples import text_classifier
+from runs.examples.text_classifier import KIND, TextClassifierConfig, split
 from trainkit_gka import cli
 
 WORDS = {"sea": "wave tide ship salt harbour gull", "wood": "oak moss fern path bark beetle"}
-
-
-def write(path, count=160):
-    """Texts of 1 to 12 words of their label's."""
-    draw = random.Random(0)
-    rows = [
-        {"text": " ".join(draw.choices(words.split(), k=draw.randint(1, 12))) + f" {number}", "label": label}
-        for number in range(count // 2)
-        for label, words in WORDS.items()
-    ]
-    pd.DataFrame(rows).to_csv(path, index=False) if path.suffix == ".csv" else pd.DataFrame(rows).to_parquet(path)
 
 
 def run(*flags):
@@ -30,11 +19,19 @@ def run(*flags):
 
 
 def test_both_kinds_learn_and_padding_changes_nothing(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(text_classifier, "WIDTH", 32)
-    monkeypatch.setattr(text_classifier, "DEPTH", 2)
-    path, results = tmp_path / "trees.parquet", tmp_path / "rows.jsonl"
-    write(path)
-    flags = ["--data", path, "--results", results, "--seeds", 1, "--epochs", 8, "--vocab-size", 300, "--lr", 0.003]
+    """Texts of 1 to 12 words of their label's."""
+    for name, value in (("WIDTH", 32), ("DEPTH", 2)):
+        monkeypatch.setattr(text_classifier, name, value)
+    monkeypatch.setitem(text_classifier.TRAINING, "vocab_size", 300)
+    monkeypatch.setitem(text_classifier.TRAINING, "lr", 0.003)
+    path, results, draw = tmp_path / "trees.parquet", tmp_path / "rows.jsonl", random.Random(0)
+    texts = [
+        {"text": " ".join(draw.choices(words.split(), k=draw.randint(1, 12))) + f" {number}", "label": label}
+        for number in range(80)
+        for label, words in WORDS.items()
+    ]
+    pd.DataFrame(texts).to_parquet(path)
+    flags = ["--data", path, "--results", results, "--seeds", 1, "--epochs", 8]
     run(*flags)
     rows = frames.records(results, kind=KIND)
     assert [row["config"]["case"]["attention"] for row in rows] == ["softmax", "gka"]
@@ -45,47 +42,42 @@ def test_both_kinds_learn_and_padding_changes_nothing(tmp_path, monkeypatch, cap
     capsys.readouterr()
     run(*flags)
     assert len(frames.records(results, kind=KIND)) == 2
-    said = capsys.readouterr().out
-    assert "texts to train on" not in said and f"{rows[1]['metrics']['parameters']:,}" in said
-
-
-def test_docstrings_of_two_pythons_are_not_mixed(tmp_path, monkeypatch, capsys):
-    results = tmp_path / "rows.jsonl"
-    results.write_text((frames.RESULTS / text_classifier.FILE).read_text())
-    monkeypatch.setattr(platform, "python_version", lambda: "3.99.0")
-    monkeypatch.setattr(text_classifier.Task, "prepare", lambda config: pytest.fail("it would train"))
-    with pytest.raises(SystemExit):
-        run("--results", results, "--seeds", 4)
-    assert "trainings on the docstrings of Python 3.11.7, this is 3.99.0; give another file" in capsys.readouterr().err
+    output = capsys.readouterr().out
+    assert "texts to train on" not in output and f"{rows[1]['metrics']['parameters']:,}" in output
 
 
 @pytest.mark.slow
 def test_the_built_in_texts_are_held_out_once():
-    data, again = texts.builtin(), texts.builtin()
-    assert data == again and len(data.names) == texts.PACKAGES and "asyncio" in data.names
-    assert not set(data.train.texts) & set(data.test.texts)
-    assert 0.15 < len(data.test.texts) / len(data.train.texts) < 0.35 and data.test.share() < 0.4
+    names, train, test = data = split(text_classifier.labelled_texts(None))
+    assert data == split(text_classifier.labelled_texts(None))
+    assert len(names) == text_classifier.PACKAGES and "asyncio" in names
+    assert not set(train[0]) & set(test[0]) and 0.15 < len(test[0]) / len(train[0]) < 0.35
 
 
 def test_a_text_with_two_labels_is_left_out():
     pairs = [(f"text {number}", str(number % 3)) for number in range(60)] + [("text 0", "1"), ("text 1", "1")]
-    data = texts.LabelledTexts.of(pairs, "pairs")
-    kept = dict(zip(data.train.texts + data.test.texts, data.train.labels + data.test.labels))
-    assert kept == {f"text {number}": number % 3 for number in range(1, 60)}
+    _, train, test = split(pairs)
+    labels = dict(zip(train[0] + test[0], train[1] + test[1]))
+    assert labels == {f"text {number}": number % 3 for number in range(1, 60)}
 
 
 @pytest.mark.parametrize(
     "name, content, words",
     [
         ("a.csv", "text,stars\nfine,5\n", "needs columns text and label, it has no label but text, stars"),
+        ("a.csv", "text,label\nfine,5\n", "at least two labels are needed"),
         ("a.parquet", "no parquet", "cannot be read"),
         ("a.csv", "", "there is no such file"),
+        ("", "", "trainings on the docstrings of Python 3.11.7, this is 3.99.0; give another file"),
     ],
 )
-def test_a_mistake_in_the_data_is_one_line(name, content, words, tmp_path, capsys):
+def test_a_mistake_in_the_data_is_one_line(name, content, words, tmp_path, monkeypatch, capsys):
+    results = tmp_path / "rows.jsonl"
+    results.write_text((frames.RESULTS / text_classifier.FILE).read_text())
+    monkeypatch.setattr(platform, "python_version", lambda: "3.99.0")
     if content:
         (tmp_path / name).write_text(content)
-    with pytest.raises(SystemExit) as left:
-        run("--data", tmp_path / name, "--results", tmp_path / "rows.jsonl")
-    said = capsys.readouterr().err
-    assert left.value.code == 2 and words in said and said.count("\n") == 1
+    with pytest.raises(SystemExit) as stopped:
+        run("--results", results, "--seeds", 4, *(["--data", tmp_path / name] if name else []))
+    output = capsys.readouterr().err
+    assert stopped.value.code == 2 and words in output and output.count("\n") == 1

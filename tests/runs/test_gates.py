@@ -10,14 +10,24 @@ from gka import testing
 from gka.impl.cpu import build
 from gka.masking import Mask
 from runs.bench import baselines, deit, gpt, models
-from runs.bench.gpt import LanguageCandidate, LanguageWeights
+from runs.bench.models import EAGER, TRAINING
 from runs.bench.operators import FORWARD, FULL, Case, gate, operators
 from trainkit_gka.distributed import setup
 
 CPU = torch.device("cpu")
 ABSENT = ("triton", "gka cpu") if build.obstacle() else ("triton",)
+GPT = gpt.Case.parse("d2-b2-t16-v64", "cpu")
 CASES = ["3x33x2x16p5", "3x33x2x16p33", "2x19x2x16", "3x19x2x16c", "2x70x2x16cw7n", "2x70x2x16w66", "2x19x2x16n"]
 CASES += ["2x20x2x16nd", "2x20x2x16ndk"]
+
+
+def language(kind, dtype="float32", phase=TRAINING):
+    return gpt.LanguageCandidate(gpt.LanguageSubject(GPT, phase, setup("cpu"), kind), dtype)
+
+
+def vision(kind, dtype="float32", phase=TRAINING, batch=1):
+    case = deit.Case.parse(f"deit-ti-b{batch}", "cpu")
+    return models.Candidate(deit.VisionSubject(case, phase, CPU, kind), dtype)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -62,15 +72,13 @@ def test_softmax_language_models_take_products_where_these_are_faster(compiled, 
     calls, products = [], baselines.products
     monkeypatch.setattr(baselines, "products", lambda mask: calls.append(mask) or products(mask))
     monkeypatch.setattr(baselines, "multiplies_bfloat16", lambda: True)
-    config = gpt.GPTBenchConfig(sequence_len=16, vocab_size=64).fill("cpu").model_config("softmax", 2)
-    subject = LanguageWeights("softmax", config, batch_size=2, runtime=setup("cpu"))
 
     def layers_with_products(dtype: str) -> int:
         torch._dynamo.reset()
         calls.clear()
-        model = LanguageCandidate(subject, dtype).model
-        network = torch.compile(model, backend="aot_eager", fullgraph=True) if compiled else model
-        network(subject.ids, subject.targets).backward()
+        one = language("softmax", dtype)
+        network = torch.compile(one.model, backend="aot_eager", fullgraph=True) if compiled else one.model
+        network(one.subject.inputs, one.subject.targets).backward()
         return len(calls)
 
     assert layers_with_products("bfloat16") == 0
@@ -100,54 +108,55 @@ def test_the_gate_stops_what_is_wrong(family):
     assert name in judge(lambda y, tensors: y + (tensors[place] - tensors[place].detach()).sum() * 0.01)
 
 
+@pytest.mark.parametrize("phase", [TRAINING, gpt.PREFILL, "decode-8"])
 @pytest.mark.parametrize(
     "kind, dtype",
-    [("softmax", "float32"), ("gka", "float32"), (gpt.PRESET, "bfloat16"), (gpt.SOFTMAX_PRESET, "float32")],
+    [("softmax", "float32"), ("gka", "float32"), ("gka-preset", "bfloat16"), ("softmax-preset", "float32")],
 )
-def test_the_gate_of_a_whole_language_model_stops_what_is_wrong(kind, dtype):
-    config = gpt.GPTBenchConfig(sequence_len=16, vocab_size=64).fill("cpu").model_config(kind, 1)
-    candidate = LanguageCandidate(LanguageWeights(kind, config, batch_size=2, runtime=setup("cpu")), dtype)
-    right, model = candidate.network, candidate.model
-    for phase in (gpt.TRAINING, gpt.PREFILL):
-        candidate.network = right
-        assert candidate.gate(phase) is None
-        candidate.network = lambda *arguments: (1.001 if dtype == "float32" else 1.1) * right(*arguments)
-        assert "is off by 1.0e-0" in candidate.gate(phase)
-    if kind == "gka":  # attention matters in the timed model: another bandwidth is another gradient
-        before = models.gradient(model, lambda: model(candidate.ids, candidate.targets))
-        with torch.no_grad():
-            model.transformer.h[0].attn.log_sigma -= 1
-        assert testing.error(models.gradient(model, lambda: model(candidate.ids, candidate.targets)), before) > 0.01
+def test_the_gate_of_a_whole_language_model_stops_what_is_wrong(kind, dtype, phase):
+    candidate = language(kind, dtype, phase)
+    assert candidate.gate() is None
+    place = ("decoder", "network")[phase in (TRAINING, gpt.PREFILL)]
+    right, factor = getattr(candidate, place), 1.001 if dtype == "float32" else 1.1
+    changed = lambda *arguments: factor * right(*arguments)  # noqa: E731
+    if place == "decoder":
+        changed = lambda rows: (None, lambda n: factor * right(rows)[1](n))  # noqa: E731
+    setattr(candidate, place, changed)
+    assert "is off by 1.0e-0" in candidate.gate()
 
 
-def test_candidates_of_one_kind_share_weights_and_leave_them_as_they_are():
-    subject = deit.VisionWeights("gka", "ti", deit.TRAINING, 2, "", CPU)
-    before = [p.detach().clone() for p in subject.model.parameters()]
-    for dtype in ("float32", "bfloat16"):
-        deit.VisionCandidate(subject, dtype, "off").step(0)
-    assert all(map(torch.equal, before, subject.model.parameters()))
-    config = gpt.GPTBenchConfig(sequence_len=16, vocab_size=64).fill("cpu").model_config("gka", 1)
-    shared = LanguageWeights("gka", config, batch_size=2, runtime=setup("cpu"))
-    single, half = (LanguageCandidate(shared, dtype) for dtype in ("float32", "bfloat16"))
+def test_attention_matters_in_the_timed_model():
+    """Another bandwidth is another gradient."""
+    one = language("gka")
+    before = models.gradient(one.model, lambda: one.model(one.subject.inputs, one.subject.targets))
+    with torch.no_grad():
+        one.model.transformer.h[0].attn.log_sigma -= 1
+    after = models.gradient(one.model, lambda: one.model(one.subject.inputs, one.subject.targets))
+    assert testing.error(after, before) > 0.01
+
+
+@pytest.mark.parametrize("build", [language, vision])
+def test_candidates_of_one_kind_share_weights_and_leave_them_as_they_are(build):
+    single = build("gka")
+    half = type(single)(single.subject, "bfloat16")
     assert all(a is b for a, b in zip(single.model.parameters(), half.model.parameters(), strict=True))
-    before = [p.detach().clone() for p in shared.model.parameters()]
+    before = [p.detach().clone() for p in single.subject.model.parameters()]
     for candidate in (single, half):
-        candidate.train(0)
-    assert all(map(torch.equal, before, shared.model.parameters()))
-    assert (single.network(single.ids).dtype, half.model.dtype) == (torch.float32, torch.bfloat16)
+        candidate.step(0)
+    assert all(map(torch.equal, before, single.subject.model.parameters()))
 
 
 @pytest.mark.parametrize(
     "kind, phase, dtype",
     [
         ("gka", deit.INFERENCE, "float32"),
-        ("gka", deit.TRAINING, "bfloat16"),
-        (deit.UNFUSED, deit.TRAINING, "float32"),
-        (deit.SOFTMAX_UNFUSED, deit.TRAINING, "bfloat16"),
+        ("gka", TRAINING, "bfloat16"),
+        (deit.UNFUSED, TRAINING, "float32"),
+        (deit.SOFTMAX_UNFUSED, TRAINING, "bfloat16"),
     ],
 )
 def test_the_gate_of_a_whole_vision_model_stops_what_is_wrong(kind, phase, dtype):
-    candidate = deit.VisionCandidate(deit.VisionWeights(kind, "ti", phase, 1, "", CPU), dtype, "off")
+    candidate = vision(kind, dtype, phase)
     assert candidate.gate() is None
     right = candidate.network
     candidate.network = lambda images: (1.01 if dtype == "float32" else 1.1) * right(images)
@@ -155,15 +164,19 @@ def test_the_gate_of_a_whole_vision_model_stops_what_is_wrong(kind, phase, dtype
 
 
 def test_eager_models_are_timed_beside_compiled_ones_on_a_cpu_but_do_not_decode_twice():
-    assert models.modes("default", CPU) == {"": "default", "eager": "off"} and models.modes("off", CPU) == {"": "off"}
-    both = [models.CandidateKey("gka", "float32", mode) for mode in models.modes("default", CPU)]
-    assert [gpt.takes_part(key, gpt.TRAINING, "float32") for key in both] == [True, True]
-    assert [gpt.takes_part(key, "decode-8", "float32") for key in both] == [True, False]
+    config = gpt.GPTBenchConfig(dtypes=["float32"], skip=["preset"])
+    both = models.keys_of(gpt.KINDS, config, "default", CPU)
+    assert {key.mode for key in both} == {"", EAGER} and not [key for key in both if "preset" in key.kind]
+    assert {key.mode for key in models.keys_of(gpt.KINDS, config, "off", CPU)} == {""}
+    modes = {phase: [key.mode for key in both if gpt.takes_part(key, phase, "float32")] for phase in gpt.PHASES}
+    assert modes == {
+        TRAINING: ["", EAGER] * 3, gpt.PREFILL: ["", EAGER] * 2, "decode-1": [""] * 4, "decode-8": [""] * 4
+    }  # fmt: skip
 
 
 def test_the_unfused_model_builds_w_and_gives_the_fused_models_logits():
     """With the same weights; the sums of W's rows are what its fused twin never has."""
-    fused, unfused = (deit.create(kind, "ti", "").eval() for kind in ("gka", deit.UNFUSED))
+    fused, unfused = (deit.create(kind, "ti").eval() for kind in ("gka", deit.UNFUSED))
     unfused.load_state_dict(fused.state_dict())
     images, seen = torch.randn(2, 3, deit.PIXELS, deit.PIXELS), []
 

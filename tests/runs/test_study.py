@@ -33,7 +33,7 @@ def saved_often():
 def runner(packed, folder, **flags):
     """Of one cell with one layer; flags: of the command."""
     config = dict(data=packed / "packed", results=folder, runs=folder / "runs", forms=["GKA"], depths=[1], seeds=[0])
-    config |= dict(tokens=[2048 * STEPS], device_type="cpu", at_once=1, threads=1, **flags)
+    config |= dict(tokens=[2048 * STEPS], device_type="cpu", at_once=1, **flags)
     config = TrainConfig(**config)
     return Runner(config, *text_trainings(config))
 
@@ -70,7 +70,7 @@ def test_a_refused_cell_is_a_row_too_and_is_tried_again_on_request(packed, tmp_p
 
 def test_a_stopped_cell_continues_to_the_same_result(packed, trained, tmp_path):
     one = runner(packed, tmp_path)
-    log = one.runs / one.trainings[0].key / "log.jsonl"
+    log = one.trainings[0].job.folder / "log.jsonl"
 
     def stop():
         end = time.monotonic() + HANG_AFTER
@@ -91,7 +91,7 @@ def test_a_stopped_cell_continues_to_the_same_result(packed, trained, tmp_path):
 
 def test_a_cell_that_another_process_trains_is_left_to_it(packed, tmp_path):
     one = runner(packed, tmp_path)
-    with locked(one.runs / one.trainings[0].key, "training in"):
+    with locked(one.trainings[0].job.folder, "training in"):
         assert one._look() and not one.running
 
 
@@ -103,7 +103,7 @@ def test_recorded_cells_keep_their_keys_and_flops():
         form, trial = forms.get(row["key"]), row["trial"]
         if row["kind"] == "study" and form in FORMS:
             place = form, trial["depth"], trial["tokens"], trial["seed"]
-            again = text_training(TrainConfig(), {**row["data"], "vocab_size": 4096}, *place)
+            again = text_training(TrainConfig(), "x", {**row["data"], "vocab_size": 4096}, *place)
             assert (again.key, again.cost) == (row["key"], row["metrics"]["train_flops"]), place
             checked += 1
     for row in read_lines(RESULTS / "vision_cifar10.jsonl"):
@@ -117,19 +117,19 @@ def test_recorded_cells_keep_their_keys_and_flops():
 def test_the_trainers_read_the_flags_of_every_cell():
     manifest = {"tokenizer_sha256": "", "sequence_len": 512, "source": [], "vocab_size": 4096}
     for form in FORMS:
-        training = text_training(TrainConfig(), manifest, form, 8, 2**20, 1)
-        config = tyro.cli(TextTrainer, args=training.words)
-        assert config.compile == "on" and config.num_iterations == training.steps == 2**20 // 4096
+        training = text_training(TrainConfig(), "x", manifest, form, 8, 2**20, 1)
+        config = tyro.cli(TextTrainer, args=[str(word) for word in training.job.flags])
+        assert config.compile == "on" and config.num_iterations == training.job.steps == 2**20 // 4096
         assert config.matrix_lr == pytest.approx(0.02 * 16 * training.trial["rate"])
     data = {"train images": 50_000}
     for form in IMAGE_FORMS:
         training = image_training(TrainConfig(images="x"), Path("x"), data, form, 1)
-        config = tyro.cli(ImageTrainer, args=["--data", "x", *training.words])
-        assert config.epochs * 390 == training.steps and config.seed == 1
+        config = tyro.cli(ImageTrainer, args=[str(word) for word in training.job.flags])
+        assert config.epochs * 390 == training.job.steps and config.seed == 1
 
 
 @pytest.mark.parametrize("flags, name", [(dict(forms=["x"]), "--forms x"), (dict(cells=["x"]), "--cells x")])
-def test_unknown_names_are_named(packed, flags, name):
+def test_mistakes_are_named(packed, flags, name):
     with pytest.raises(UserError, match=name):
         text_trainings(TrainConfig(data=packed / "packed", **flags))
     with pytest.raises(UserError, match="no packed rows"):

@@ -8,7 +8,7 @@ import pytest
 from bench_lines import write_lines
 from runs import frames, pages, tables
 from runs.bench import report
-from runs.demo.report import COLUMNS
+from runs.demo.language import COLUMNS
 from runs.study import analyse
 from trainkit_gka.cli import UserError
 

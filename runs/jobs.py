@@ -1,12 +1,12 @@
-"""The demo's commands: one in the foreground, or several side by side whose logs are followed."""
+"""Commands: one in the foreground, or several side by side whose logs are followed."""
 
 import os
 import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +47,7 @@ class Job:
     """A command in the background whose log is followed.
 
     folder: of its log and its output. steps: how many it takes. seconds: how long it should take with one core of two.
-    finish_keys: what the record at the end of its log must have.
+    finish_keys: what the record at the end of its log must have. environment: further variables.
     """
 
     name: str
@@ -58,6 +58,7 @@ class Job:
     seconds: float = 1.0
     ranks: int = 1
     finish_keys: tuple[str, ...] = ()
+    environment: dict[str, str] = field(default_factory=dict)
     process: subprocess.Popen | None = None
     previous_output: int = 0  # characters that earlier starts printed
 
@@ -71,10 +72,15 @@ class Job:
         losses = [record["loss"] for record in records if isinstance(record.get("loss"), float)]
         return max((record["step"] for record in records), default=0), f"loss {losses[-1]:.3f}" if losses else ""
 
+    def printed(self) -> list[str]:
+        """The lines that the newest start printed."""
+        output = (self.folder / "output.txt").read_text(errors="replace")
+        return output[self.previous_output :].strip().splitlines()
+
     def start(self, threads: int) -> None:
         """Start the command with this many threads; what it prints goes to output.txt in its folder."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
+        environment = {**os.environ, **self.environment, "OMP_NUM_THREADS": str(threads)}
         with open(self.folder / "output.txt", "a+", errors="replace") as output:
             output.seek(0)
             self.previous_output = len(output.read())
@@ -121,14 +127,19 @@ def run_side_by_side(jobs: list[Job], at_once: int) -> None:
             raise
 
 
-def leave_with(failed: Job, running: list[Job]) -> None:
-    """End the jobs that still run, which save first, and leave with the failed job's last line and exit code."""
-    for job in running:
+def end(jobs: Iterable[Job]) -> None:
+    """Ask the jobs that still run to end, and wait: they save first."""
+    jobs = list(jobs)
+    for job in jobs:
         job.process.terminate()
-    for job in running:
+    for job in jobs:
         job.process.wait()
-    output, code = failed.folder / "output.txt", failed.process.returncode
-    last = output.read_text(errors="replace")[failed.previous_output :].splitlines()[-1:]
-    message = f"error: {failed.name} ended with exit code {code}; what it printed is in {output}"
-    print(*last, message, sep="\n", file=sys.stderr)
+
+
+def leave_with(failed: Job, running: list[Job]) -> None:
+    """End the jobs that still run, and leave with the failed job's last line and exit code."""
+    end(running)
+    code = failed.process.returncode
+    message = f"error: {failed.name} ended with exit code {code}; what it printed is in {failed.folder / 'output.txt'}"
+    print(*failed.printed()[-1:], message, sep="\n", file=sys.stderr)
     sys.exit(code if code > 0 else 128 - code)  # a signal's, as in a shell
