@@ -11,6 +11,7 @@ depths and budgets where both forms have two seeds or more: three seeds alone wo
 as often as too wide. With fewer than LEAST_FREEDOM degrees of freedom there is no interval.
 """
 
+import itertools
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -273,41 +274,27 @@ def sizes(study: Study) -> Table:
 
 def pairs(forms: Iterable[str]) -> list[tuple[str, str]]:
     """Every form with each of the two baselines that comes before it."""
-    return [(form, "softmax") for form in forms if form != "softmax"] + [
-        (form, CONTROL) for form in forms if form not in ("softmax", CONTROL)
-    ]
+    baselines = {"softmax": ("softmax",), CONTROL: ("softmax", CONTROL)}
+    return [(form, baseline) for baseline, before in baselines.items() for form in forms if form not in before]
 
 
 def differences(study: Study) -> Table:
     """Forms with most seeds over both baselines, at the budget that all depths have."""
-    rows = [
-        [
-            form,
-            baseline,
-            *(study.over(form, baseline, place) for place in COMMON),
-            " / ".join(study.seeds(form, baseline, place) for place in COMMON),
-        ]
-        for form, baseline in pairs(REPEATED)
-        if any(study.interval(form, baseline, place) for place in COMMON)
-    ]
+    rows = []
+    for form, baseline in pairs(REPEATED):
+        if any(study.interval(form, baseline, place) for place in COMMON):
+            seeds = " / ".join(study.seeds(form, baseline, place) for place in COMMON)
+            rows.append([form, baseline, *(study.over(form, baseline, place) for place in COMMON), seeds])
     return Table.of(["", "over", *(f"depth {place[0]}" for place in COMMON), "seeds"], rows, words=2)
 
 
 def differences_longer(study: Study) -> Table:
     """The same with other budgets, and at equal FLOPs and time."""
-    others = [place for place in PLACES if place[1] != 2**20 or min(BUDGETS[place[0]]) < 2**20]
-    rows = [
-        [
-            form,
-            baseline,
-            name_of(place),
-            *(study.over(form, baseline, place, axis) for axis in AXES),
-            study.seeds(form, baseline, place),
-        ]
-        for form, baseline in [*pairs([*REPEATED, HALF_VE, PRESET]), (PRESET, RIVAL)]
-        for place in others
-        if study.interval(form, baseline, place)
-    ]
+    rows, places = [], [place for place in PLACES if place[1] != 2**20 or min(BUDGETS[place[0]]) < 2**20]
+    for form, baseline in [*pairs([*REPEATED, HALF_VE, PRESET]), (PRESET, RIVAL)]:
+        for place in (place for place in places if study.interval(form, baseline, place)):
+            ways = [study.over(form, baseline, place, axis) for axis in AXES]
+            rows.append([form, baseline, name_of(place), *ways, study.seeds(form, baseline, place)])
     return Table.of(["", "over", "layers and tokens", *AXES, "seeds"], rows, words=3)
 
 
@@ -328,32 +315,26 @@ def longest(study: Study) -> Table:
 
 def forms(study: Study) -> Table:
     """The same for the front page, and when to take each form."""
-    rows = [
-        [form, WHEN[form], tokens, time, parameters, step]
-        for form, tokens, _, time, parameters, _, step, _ in longest(study).rows
-        if form in WHEN
-    ]
+    known = [row for row in longest(study).rows if row[0] in WHEN]
+    rows = [[form, WHEN[form], tokens, *costs, step] for form, tokens, _, *costs, _, step, _ in known]
     return Table.of(["form", "when", TOKENS, TIME, "parameters", "time of a step"], rows, words=2)
 
 
 def preset(study: Study) -> Table:
     """The preset over softmax, with ever more of what the preset has."""
-    rows = [
-        [form, *(study.over(PRESET, form, LONGEST, axis) for axis in (TOKENS, TIME))]
-        for form in ("softmax", CONTROL, RIVAL)
-    ]
-    return Table.of(["the preset over", TOKENS, TIME], rows)
+    axes, baselines = (TOKENS, TIME), ("softmax", CONTROL, RIVAL)
+    rows = [[form, *(study.over(PRESET, form, LONGEST, axis) for axis in axes)] for form in baselines]
+    return Table.of(["the preset over", *axes], rows)
 
 
 def counts(study: Study) -> Table:
     """How often the preset is ahead, level or behind, over the sizes and budgets where it has several seeds."""
     rows = []
-    for baseline in (CONTROL, RIVAL):
-        for axis in (TOKENS, TIME):
-            known = [one for one in study.intervals(PRESET, baseline, axis).values() if one.seeds > 1]
-            known = [one for one in known if not math.isnan(one.low)]
-            ahead, behind = sum(one.high < 0 for one in known), sum(one.low > 0 for one in known)
-            rows.append([baseline, axis, *map(str, (ahead, len(known) - ahead - behind, behind))])
+    for baseline, axis in itertools.product((CONTROL, RIVAL), (TOKENS, TIME)):
+        known = [one for one in study.intervals(PRESET, baseline, axis).values() if one.seeds > 1]
+        known = [one for one in known if not math.isnan(one.low)]
+        ahead, behind = sum(one.high < 0 for one in known), sum(one.low > 0 for one in known)
+        rows.append([baseline, axis, *map(str, (ahead, len(known) - ahead - behind, behind))])
     return Table.of(["the preset over", "at", "ahead", "level", "behind"], rows, words=2)
 
 
@@ -396,21 +377,20 @@ def images(folder: Path) -> list[Table]:
     for data, cells in images_of(folder).values():
         rows, held_out = [], data.get("held out")
         for form, cell in cells.items():
-            first = [form, mean_of(cell.ema_top1, ".2f"), rate_of(cell), str(len(cell))]
-            differences = [over_images(cells, form, baseline) for baseline in ("softmax", "GKA")]
-            costs = [f"{cell.parameters.iloc[0]:,}", f"{cell.flops.iloc[0] / 1e6:.2f}"]
-            sigmas = sigmas_of(cell)
-            learned = [f"{cell.images_per_second.median():,.0f}"]
-            learned.append(f"{min(sigmas):.2f} to {max(sigmas):.2f}" if len(sigmas) else "")
-            rows.append([*first, *differences, *costs, *(learned if held_out else [])])
-        judged = f"{data['val images']:,} held out"
-        if held_out:
-            judged = f"{data['val images']:,} to test, rates by {held_out:,} that those of training hold out"
+            cells_of_form = [form, mean_of(cell.ema_top1, ".2f"), rate_of(cell), str(len(cell))]
+            cells_of_form += [over_images(cells, form, baseline) for baseline in ("softmax", "GKA")]
+            cells_of_form += [f"{cell.parameters.iloc[0]:,}", f"{cell.flops.iloc[0] / 1e6:.2f}"]
+            if held_out:
+                sigmas = sigmas_of(cell)
+                learned = f"{min(sigmas):.2f} to {max(sigmas):.2f}" if len(sigmas) else ""
+                cells_of_form += [f"{cell.images_per_second.median():,.0f}", learned]
+            rows.append(cells_of_form)
+        judged = f"to test, rates by {held_out:,} that those of training hold out" if held_out else "held out"
         headings = ["", "top-1 %", "rate", "seeds", "over softmax", "over GKA", "parameters", "MFLOPs/image"]
         headings += ["images/s", "learned σ"] if held_out else []
         provisional = "Rates marked * are provisional: not every rate that must be tried has been."
         notes = [] if all(cell.settled.all() for cell in cells.values()) else [provisional]
-        title = f"{data['images']}, {data['train images']:,} for training and {judged}:"
+        title = f"{data['images']}, {data['train images']:,} for training and {data['val images']:,} {judged}:"
         tables.append(Table.of(headings, rows, title=title, notes=notes))
     return tables
 
@@ -438,10 +418,10 @@ def sources(folder: Path) -> list[Table]:
         by_machine: dict[str, list[dict[str, Any]]] = {}
         for row in chosen_rows(path):
             by_machine.setdefault(f"{row['hardware']}, torch {row['torch']}", []).append(row)
-        for machine, own in by_machine.items():
-            days, commits = sorted({row["date"][:10] for row in own}), len({row["commit"] for row in own})
+        for machine, measured in by_machine.items():
+            days, commits = sorted({row["date"][:10] for row in measured}), len({row["commit"] for row in measured})
             when = days[0] if len(days) == 1 else f"{days[0]} to {days[-1]}"
-            rows.append([f"`{path.name}`", machine, when, str(commits), str(len(own))])
+            rows.append([f"`{path.name}`", machine, when, str(commits), str(len(measured))])
     return [Table.of(["file", "machine", "dates", "commits", "rows"], rows, words=3)]
 
 

@@ -78,19 +78,20 @@ def test_rows_say_what_their_candidates_are(name):
 
 
 def test_the_picture_of_speed_has_a_point_for_each_case_machine_and_number_of_threads(tmp_path):
-    lines = []
-    for threads, softmax in (("1 thread", 30.0), ("2 threads", 24.0)):
-        times = {"gka cpu": ("ours", 10.0), "softmax": ("baseline", softmax), "softmax dense mask": ("baseline", 90.0)}
-        for phase in (FULL, "forward"):
-            about = dict(hardware=f"a CPU, {threads}", settings=CAUSAL)
-            lines += [line(name, *of, "lm-full", phase, **about) for name, of in times.items()]
-    about = dict(hardware="a CPU, 1 thread", benchmark="gpt", settings={"depth": 4, "batch": 4, "sequence_len": 512})
-    times = {"softmax": ("baseline", 9.0), "gka": ("ours", 10.0)}
-    lines += [line(name, *of, "d4", "training", **about) for name, of in times.items()]
+    times = {"gka cpu": ("ours", 10.0), "softmax": ("baseline", 30.0), "softmax dense mask": ("baseline", 90.0)}
+    about = [dict(hardware=f"a CPU, {threads}", settings=CAUSAL) for threads in ("1 thread", "2 threads")]
+    lines = [
+        line(n, *of, "lm-full", phase, **a) for a in about for phase in (FULL, "forward") for n, of in times.items()
+    ]
+    gpt = dict(hardware="a CPU, 1 thread", benchmark="gpt", settings={"depth": 4, "batch": 4, "sequence_len": 512})
+    lines += [
+        line("softmax", "baseline", 9.0, "d4", "training", **gpt),
+        line("gka", "ours", 10.0, "d4", "training", **gpt),
+    ]
     write(tmp_path, *lines)
     frame = report.speedups(tmp_path)
     points = [(row.benchmark, row.machine, row.threads, round(row.ratio, 3)) for row in frame.itertuples()]
-    assert points == [("attention", "a CPU", 1, 3.0), ("attention", "a CPU", 2, 2.4), ("gpt", "a CPU", 1, 0.9)]
+    assert points == [("attention", "a CPU", 1, 3.0), ("attention", "a CPU", 2, 3.0), ("gpt", "a CPU", 1, 0.9)]
     assert report.draw_speedups(frame, tmp_path / "speed.png").stat().st_size > 10_000
 
 

@@ -39,8 +39,7 @@ command(lambda config: commands[sys.argv[3]](), dict, [])
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
-@pytest.mark.parametrize("which", ["one", "several"])
+@pytest.mark.parametrize("which, number", [("one", signal.SIGHUP), ("several", signal.SIGTERM)])
 def test_a_signal_ends_a_sequence_of_commands_after_they_have_saved(which, number, tmp_path):
     words = [sys.executable, "-c", DEMO, TRAINER, tmp_path, which]
     output = tmp_path / ("a/output.txt" if which == "several" else "printed")

@@ -23,7 +23,7 @@ from sources import ROOT
 from trainkit_gka import gpus
 
 pytestmark = pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
-CPU = "--device-type cpu"
+CPU, STANDARD = "--device-type cpu", sys.stdlib_module_names
 
 
 @pytest.fixture
@@ -33,8 +33,6 @@ def tree(tmp_path):
     tree.environment["CUDA_VISIBLE_DEVICES"] = ""
     return tree
 
-
-# Commands
 
 PLACES = "--out out/runs --results out/results.jsonl --wandb disabled"
 TRAIN = f"nanochat_gka.train --data out/packed/fineweb-170-32768-2048 {PLACES} --depth"
@@ -60,8 +58,8 @@ def test_a_target_runs_its_command(tree, target, settings, command):
     assert tree.lines(target, **settings)[-1] == shlex.split(command)
 
 
-PRESET = dict(attention="gka", head_offsets="PS", gka_values="normalised", value_embeds="all")
-PRESET |= dict(channel_bandwidths=True, channel_lr=0.08, head_gates=True, gate_lr=0.005)
+PRESET = dict(attention="gka", head_offsets="PS", gka_values="normalised", value_embeds="all", channel_bandwidths=True)
+PRESET |= dict(channel_lr=0.08, head_gates=True, gate_lr=0.005)
 
 
 def test_language_models_have_the_form_and_the_budget_that_the_makefile_states(tree):
@@ -72,8 +70,7 @@ def test_language_models_have_the_form_and_the_budget_that_the_makefile_states(t
         header = re.search(rf"((?:^#.*\n)+)pretrain-d20{target}:", TEXT, re.MULTILINE)[1]
         assert all(f"{counts[name]:,}" in header for name in ("parameters", "train_tokens"))
     small = tyro.cli(TrainConfig, args=tree.lines("pretrain-small")[-1][1:])
-    for trained in (config, small):
-        assert {name: getattr(trained, name) for name in PRESET} == PRESET
+    assert all({name: getattr(trained, name) for name in PRESET} == PRESET for trained in (config, small))
     assert (str(small.data), small.depth, small.num_iterations) == ("out/packed/builtin-4096-512", 4, 512)
 
 
@@ -119,19 +116,11 @@ def test_a_process_is_started_for_each_visible_gpu(tree, selection, count):
     smi.write_text("#!/bin/sh\n" + "".join(f"echo 'GPU {n}: H100 (UUID: {uuid})'\n" for n, uuid in enumerate(uuids)))
     smi.chmod(0o755)
     tree.environment["PATH"] = f"{smi.parent}:{os.environ['PATH']}"
-    del tree.environment["CUDA_VISIBLE_DEVICES"]
+    tree.environment.pop("CUDA_VISIBLE_DEVICES")
     tree.environment |= {} if selection is None else {"CUDA_VISIBLE_DEVICES": selection}
-    for target in ("pretrain-d20", "eval-core"):
-        words = tree.lines(target)[-1]
-        assert (
-            (words[words.index("--nproc-per-node") + 1] == str(count))
-            if count > 1
-            else words[0] != "trainkit_gka.torchrun"
-        )
+    words = tree.lines("pretrain-d20")[-1]
+    assert [words[at + 1] for at, word in enumerate(words) if word == "--nproc-per-node"] == [str(count)] * (count > 1)
     assert "trainkit_gka.torchrun" not in tree.lines("pretrain-small")[-1]  # whose step has four rows
-
-
-# Refusals
 
 
 @pytest.mark.parametrize(
@@ -166,24 +155,15 @@ def test_the_small_command_that_is_suggested_runs(tree):
     assert set(check.SMALL_VISION.split()) < set(train)
 
 
-def test_bounds_are_those_of_the_flags_that_settings_become():
-    flags = {"SHARDS": fineweb.SHARDS, "VOCAB": tokenizer.VOCAB}
-    assert {name: (check.LEAST[name], check.MOST[name]) for name in flags} == {
-        name: (bounds.least, bounds.most) for name, bounds in flags.items()
-    }
-
-
 @pytest.mark.parametrize("name", ["runs/check.py", "trainkit_gka/gpus.py"])
 def test_what_runs_before_the_environment_needs_nothing_but_an_old_python(name, monkeypatch):
-    tree = ast.parse((ROOT / name).read_text(), feature_version=(3, 8))
-    imported = {alias.name for node in tree.body if isinstance(node, ast.Import) for alias in node.names}
-    assert imported <= sys.stdlib_module_names
+    code = ast.parse((ROOT / name).read_text(), feature_version=(3, 8))
+    assert {one.name for node in code.body if isinstance(node, ast.Import) for one in node.names} <= STANDARD
     monkeypatch.setattr(sys, "version_info", (3, 8, 0))
     with pytest.raises(check.Problem, match=r"Python 3\.10 or newer is needed"):
         check.check(["setup"], {})
-
-
-# Settings and signals
+    for name, bounds in {"SHARDS": fineweb.SHARDS, "VOCAB": tokenizer.VOCAB}.items():  # of the flags they become
+        assert (check.LEAST[name], check.MOST[name]) == (bounds.least, bounds.most)
 
 
 def test_settings_reach_the_commands_as_they_are(tree):
@@ -212,7 +192,7 @@ def test_a_signal_reaches_the_command_which_saves_and_no_other_starts(tree, numb
         while not (tree.folder / "ready").exists():
             assert process.poll() is None
             time.sleep(0.02)
-        (process.send_signal if number == signal.SIGTERM else lambda n: os.killpg(process.pid, n))(number)
+        os.kill(process.pid, number) if number == signal.SIGTERM else os.killpg(process.pid, number)
         process.wait(timeout=60)
     assert (tree.folder / "saved").exists()
     assert [words[0].partition(".")[2] for words in tree.calls()] == ["corpus"]

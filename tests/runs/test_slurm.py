@@ -1,4 +1,4 @@
-"""The Slurm files, run by bash with an srun and a scontrol of ours: they run make's commands and save when stopped."""
+"""The Slurm files, run by bash with an srun and a scontrol of ours: machines meet, and save and return when stopped."""
 
 import contextlib
 import os
@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-import makefile
 import tiny
 from gpt_runs import events, log_steps
 from processes import HANG_AFTER, descendants, environment
@@ -21,8 +20,6 @@ FILES = sorted(FOLDER.glob("*.sbatch"))
 # One task on each machine, and the highest exit code. As srun it kills its tasks when it gets SIGTERM itself.
 SRUN = """#!/bin/bash
 while [[ $1 == -* ]]; do echo "$1" >> "$JOB/flags"; shift; done
-printf '%s\\0' "$@" > "$JOB/started"
-[ -z "$ONLY_LOOK" ] || exit 0
 for ((i = 0; i < SLURM_NNODES; i++)); do "$@" & tasks+=($!); done
 trap 'kill -KILL "${tasks[@]}"' TERM
 echo "${tasks[@]}" > "$JOB/tasks"
@@ -59,30 +56,6 @@ def job(tmp_path):
     return start
 
 
-@pytest.mark.parametrize(
-    "name, settings, target, flags",
-    [
-        ("train-deit", {"DATA": "my images", "NAME": "s-vlt"}, "train-deit-s-vlt", ["--seed", "3"]),
-        ("eval-core", {"RUN": "/runs/d20", "BUNDLE": "/a b.zip"}, "eval-core", ["--tasks", "paper"]),
-    ],
-)
-def test_a_file_runs_the_command_of_a_make_target(job, tmp_path, name, settings, target, flags):
-    """With an exit code of its own for a training that was stopped; several machines meet at the first."""
-    assert job(name, *flags, nodes=2, gpus=8, ONLY_LOOK=1, BASE="/shared", **settings).wait() == 0
-    python, dash, *words = (tmp_path / "started").read_text().split("\0")[:-1]
-    known = {key: value for key, value in settings.items() if key in makefile.SETTINGS}
-    places = dict(BASE="/shared", NGPU="8", RESTARTS="3", NNODES="2", RDZV="localhost:20077")
-    expected = makefile.Tree(tmp_path / "tree").lines(target, **known, **places)[-1]
-    stopped = [] if name == "eval-core" else ["--stopped-code", "143"]
-    assert (python, dash, words) == (sys.executable, "-m", [*expected, *stopped, *flags])
-    assert (tmp_path / "flags").read_text() == "--cpus-per-task=2\n"
-
-
-def test_an_unknown_model_ends_the_job(job, tmp_path):
-    assert job("train-deit", DATA="/imagenet", NAME="xl").wait() and job("train-deit").wait()
-    assert job("pretrain-d20", TARGET="x").wait() == 2 and not (tmp_path / "started").exists()
-
-
 @pytest.mark.slow
 def test_two_machines_train_save_at_a_signal_and_finish(job, packed, tmp_path):
     """Slurm signals every process of the tasks; once the script has the signal too, as a preemption may give it."""
@@ -104,20 +77,24 @@ def test_two_machines_train_save_at_a_signal_and_finish(job, packed, tmp_path):
     assert train(3, "the script") == "requeue 77\n" and not events(out, "finish")
     assert train(21) == "requeue 77\n"
     assert log_steps(out) == list(range(1, 21)) and len(events(out, "finish")) == 1
+    assert (tmp_path / "flags").read_text() == 2 * "--cpus-per-task=2\n"
     assert (tmp_path / "output").read_text().count("resuming at step") == 1
 
 
-@pytest.mark.parametrize(
-    "code, state, put_back",
-    [(143, "RUNNING", True), (143, "COMPLETING", False), (0, "RUNNING", False), (2, "RUNNING", False)],
-)
-def test_only_what_a_signal_stopped_is_put_back(job, tmp_path, code, state, put_back):
+@pytest.mark.parametrize("code, state", [(143, "RUNNING"), (143, "COMPLETING"), (0, "RUNNING"), (2, "RUNNING")])
+def test_only_what_a_signal_stopped_is_put_back(job, tmp_path, code, state):
     """A mistake ends the job with its code; a job that its user cancelled stays cancelled."""
     python = tmp_path / "python"
     python.write_text(f"#!/bin/sh\nexit {code}\n")
     python.chmod(0o755)
     assert job("eval-core", ENV_PYTHON=python, STATE=state).wait() == (0 if code == 143 else code)
-    assert (tmp_path / "asked").exists() == put_back
+    assert (tmp_path / "asked").exists() == ((code, state) == (143, "RUNNING"))
+    mistakes = [
+        ("train-deit", dict(DATA="/imagenet", NAME="xl")),
+        ("train-deit", {}),
+        ("pretrain-d20", dict(TARGET="x")),
+    ]
+    assert all(job(name, ENV_PYTHON="/bin/true", **settings).wait() for name, settings in mistakes)
 
 
 def test_shellcheck_finds_nothing():

@@ -65,7 +65,10 @@ def test_a_refused_cell_is_a_row_too_and_is_tried_again_on_request(packed, tmp_p
     assert row["kind"] == "study-failed" and row["exit_code"] == 2 and row["form"] == "GKA"
     assert not runner(packed, tmp_path, flags="--no-such-flag 1").left()
     assert runner(packed, tmp_path, flags="--no-such-flag 1", retry_failed=True).left()
-    assert runner(packed, tmp_path).left()  # further flags are another cell
+    other = runner(packed, tmp_path)
+    assert other.left()  # further flags are another cell
+    with locked(other.trainings[0].job.folder, "training in"):  # another process trains it
+        assert other._look() and not other.running
 
 
 def test_a_stopped_cell_continues_to_the_same_result(packed, trained, tmp_path):
@@ -89,12 +92,6 @@ def test_a_stopped_cell_continues_to_the_same_result(packed, trained, tmp_path):
     assert losses[0] == losses[1]
 
 
-def test_a_cell_that_another_process_trains_is_left_to_it(packed, tmp_path):
-    one = runner(packed, tmp_path)
-    with locked(one.trainings[0].job.folder, "training in"):
-        assert one._look() and not one.running
-
-
 def test_recorded_cells_keep_their_keys_and_flops():
     """Else they would be trained again, and tables would miss them."""
     forms = {line["key"]: line["form"] for line in map(json.loads, (RESULTS / "chosen.jsonl").read_text().splitlines())}
@@ -116,16 +113,16 @@ def test_recorded_cells_keep_their_keys_and_flops():
 
 def test_the_trainers_read_the_flags_of_every_cell():
     manifest = {"tokenizer_sha256": "", "sequence_len": 512, "source": [], "vocab_size": 4096}
-    for form in FORMS:
-        training = text_training(TrainConfig(), "x", manifest, form, 8, 2**20, 1)
-        config = tyro.cli(TextTrainer, args=[str(word) for word in training.job.flags])
-        assert config.compile == "on" and config.num_iterations == training.job.steps == 2**20 // 4096
-        assert config.matrix_lr == pytest.approx(0.02 * 16 * training.trial["rate"])
-    data = {"train images": 50_000}
-    for form in IMAGE_FORMS:
-        training = image_training(TrainConfig(images="x"), Path("x"), data, form, 1)
-        config = tyro.cli(ImageTrainer, args=[str(word) for word in training.job.flags])
-        assert config.epochs * 390 == training.job.steps and config.seed == 1
+    texts = [text_training(TrainConfig(), "x", manifest, form, 8, 2**20, 1) for form in FORMS]
+    images = [image_training(TrainConfig(images="x"), Path("x"), {"train images": 50_000}, f, 1) for f in IMAGE_FORMS]
+    for training in (*texts, *images):
+        trainer = TextTrainer if training in texts else ImageTrainer
+        config = tyro.cli(trainer, args=[str(word) for word in training.job.flags])
+        if trainer is TextTrainer:
+            assert config.compile == "on" and config.num_iterations == training.job.steps == 2**20 // 4096
+            assert config.matrix_lr == pytest.approx(0.02 * 16 * training.trial["rate"])
+        else:
+            assert config.epochs * 390 == training.job.steps and config.seed == 1
 
 
 @pytest.mark.parametrize("flags, name", [(dict(forms=["x"]), "--forms x"), (dict(cells=["x"]), "--cells x")])

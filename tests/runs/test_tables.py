@@ -1,15 +1,22 @@
-"""The READMEs' measured tables: blocks of pages, and the reader of result files."""
+"""The pages' measured tables: their blocks, the reader of result files, Markdown; pictures of forms and mathematics."""
 
+import importlib
 import json
+import re
 import shlex
+from pathlib import Path
 
 import pytest
+import torch
 
 from bench_lines import write_lines
-from runs import frames, pages, tables
+from deit_gka.figures.subjects import HYBRID
+from gka.kinds import KINDS
+from runs import frames, looks, mathematics, pages, tables
 from runs.bench import report
 from runs.demo.language import COLUMNS
 from runs.study import analyse
+from runs.table import NOT_RUN, Table, measured
 from trainkit_gka.cli import UserError
 
 RECORD = {"date": "2026-11-21 17:04", "commit": "a14f06e", "hardware": "a CPU, 2 threads", "torch": "2.14"}
@@ -64,3 +71,50 @@ def test_a_damaged_line_is_named_with_its_file(tmp_path, monkeypatch):
     write_lines(tmp_path / "bench_gpt_a-cpu-2-threads.jsonl", {**row, "kind": "other"}, row)
     with pytest.raises(UserError, match=r"bench_gpt_a-cpu-2-threads\.jsonl, line 2: has no phase"):
         report.decode()
+
+
+ROWS = [["\\a", "<m>", "*3.0e9*", "-0.5 ~^"], ["\\a", "W_Q of {x}", "", "±2"], ["b$|", "a-b", "5 - 4", "**1**"]]
+SMALL = Table.of(["", "of", "50 %", "ours"], ROWS, title="#1 & a_b", notes=["`make a_b --c`"], words=2)
+
+
+def test_markdown_keeps_its_columns_whatever_a_cell_holds():
+    title, content, note = SMALL.markdown().split("\n\n")
+    heads, alignment, *rows = content.splitlines()
+    assert (title, note) == ("#1 & a_b", "`make a_b --c`") and alignment == "|---|---|---:|---:|"
+    assert {len(re.findall(r"(?<!\\)\|", line)) for line in (heads, *rows)} == {5} and r"b$\|" in rows[-1]
+    assert Table.of(["a"], [], sources=["of nothing"]).markdown() == f"{NOT_RUN}\n\nof nothing"
+
+
+def test_sources_name_each_machine_with_its_days_and_commits():
+    record = {"date": "2026-11-21 17:04", "commit": "a", "hardware": "a CPU, 1 threads", "torch": "2"}
+    later = {**record, "date": "2026-11-22 09:00", "commit": "b", "hardware": "a CPU, 1 thread"}
+    assert measured([record, later, {**record, "hardware": "a GPU"}], "x.jsonl") == (
+        "Measured 2026-11-21 to 2026-11-22 at commits a, b on a CPU, 1 thread, torch 2; "
+        "2026-11-21 at commit a on a GPU, torch 2 (`runs/results/x.jsonl`)."
+    )
+
+
+def test_pictures_of_models_have_the_forms_colours():
+    assert all(looks.look(kind.label).colour == kind.colour for kind in KINDS.values())
+    assert looks.look("GGGA").colour == HYBRID and len(set(looks.LOOKS.values())) == len(looks.LOOKS)
+
+
+def test_pictures_of_the_mathematics_show_what_the_page_proves(tmp_path):
+    """Rows of W add up to 1; the kernel is a softmax of dot products and norms; a common shift leaves W as it is."""
+    for draw in (mathematics.kernel, mathematics.softmax, mathematics.translation):
+        assert 0 < draw(tmp_path).stat().st_size < 150_000
+    x, sigma = mathematics.features(), mathematics.SIGMA
+    moved = x + torch.tensor(mathematics.SHIFT, dtype=x.dtype)
+    weights, y = mathematics.operator(x, sigma)
+    scores = x @ x.T / sigma**2 - x.square().sum(1) / (2 * sigma**2)
+    torch.testing.assert_close(weights, torch.softmax(scores, dim=-1), rtol=1e-12, atol=0.0)
+    torch.testing.assert_close(y, weights @ x)
+    torch.testing.assert_close(mathematics.operator(moved, sigma)[0], weights, rtol=1e-10, atol=1e-12)
+    products = [mathematics.dot_product_weights(place, sigma) for place in (x, moved)]
+    assert (products[0] - products[1]).abs().max() > 0.1
+
+
+@pytest.mark.parametrize("path", sorted(Path("runs").rglob("[a-z]*.py")), ids=str)
+def test_every_module_can_be_imported(path):
+    """A name that moved is found before a benchmark of an hour ends with it."""
+    importlib.import_module(".".join(path.with_suffix("").parts))
