@@ -381,22 +381,21 @@ def draw_speedups(frame: pd.DataFrame, path: Path) -> Path:
 
 def remarks(lines: pd.DataFrame) -> list[str]:
     """Why candidates have no time, what was timed unlike the others, and whether other processes worked meanwhile."""
-    places: dict[str, list[str]] = {}
-    for _, line in lines[lines.status != "ok"].iterrows():
-        reason = f"{line.candidate} {line.status}: {line.reason}"
-        places.setdefault(reason, []).append(f"{line.case} {line.phase}")
+    texts = []
+    failed = lines[lines.status != "ok"]
+    for (candidate, status, reason), places in by(failed, "candidate", "status", "reason"):
+        more = f" and {len(places) - 1} more" if len(places) > 1 else ""
+        texts.append(f"{candidate} {status}: {reason} ({places.case.iloc[0]} {places.phase.iloc[0]}{more})")
     right = lines[(lines.status == "ok") & lines.role.isin(("ours", "baseline"))]
     for (case, phase, _), timed in by(right, "case", "phase", "group"):
         if timed.graphed.any() and not timed.graphed.all():
-            without = f"timed without a CUDA graph: {', '.join(timed.candidate[~timed.graphed.astype(bool)])}"
-            places.setdefault(without, []).append(f"{case} {phase}")
-    more = {reason: f" and {len(where) - 1} more" if len(where) > 1 else "" for reason, where in places.items()}
-    texts = [f"{reason} ({where[0]}{more[reason]})" for reason, where in places.items()]
+            names = ", ".join(timed.candidate[~timed.graphed.astype(bool)])
+            texts.append(f"timed without a CUDA graph: {names} ({case} {phase})")
     used = lines.elsewhere.fillna(0).groupby(lines.group).max()
     if disturbed := int((used > QUIET_CORES).sum()):
+        comparisons = f"{disturbed} of these {len(used)} comparisons"
         texts.append(
-            f"other processes used up to {used.max():.1f} cores while {disturbed} of these {len(used)} comparisons "
-            "were timed: measure again on a quiet machine"
+            f"other processes used up to {used.max():.1f} cores during {comparisons}: measure again when quiet"
         )
     return texts
 

@@ -447,9 +447,8 @@ class Runner:
     def run(self) -> bool:
         """Train what is left. Returns False if a signal ended it; trainings have saved then."""
         tasks: dict[str, Any] = {}
-        jobs = lambda: [training.job for training in self.running.values()]  # noqa: E731
         try:
-            with progress_bar() as bar, signals.passed_on(lambda: [job.process for job in jobs()]):
+            with progress_bar() as bar, signals.passed_on(lambda: [one.job.process for one in self.running.values()]):
                 while self._look():
                     for key in tasks.keys() - self.running.keys():
                         bar.remove_task(tasks.pop(key))
@@ -460,7 +459,7 @@ class Runner:
                         bar.update(tasks[key], completed=step, status=status)
                     time.sleep(LOOK_EVERY)
         except (KeyboardInterrupt, signals.Stopped):
-            end(jobs())
+            end(training.job for training in self.running.values())
             return False
         return True
 
