@@ -134,11 +134,12 @@ def test_a_bare_repository_and_a_folder_are_sources(project, source, unpacked, k
     assert files(project / "vendor" / "small") == files(source)
 
 
-def test_other_sources_are_refused(project, source, unpacked):
+def test_other_sources_and_trees_are_refused(project, source, unpacked):
     (unpacked / "train.py").write_text("else\n")
     assert "its train.py is not that of" in call(project, "vendor", src=unpacked, code=2)
-    other = source.parent / "other"
-    other.mkdir()
+    empty, other = source.parent / "empty", source.parent / "other"
+    for folder in (empty, other):
+        folder.mkdir()
     git(other, "init", "-q")
     (other / "a").write_text("a")
     commit(other)
@@ -146,13 +147,10 @@ def test_other_sources_are_refused(project, source, unpacked):
         message = call(project, "vendor", src=origin, code=2)
         assert "cannot get" in message and "set SMALL_SRC to a folder or repository that has it" in message
     assert list((project / "vendor").iterdir()) == []
-
-
-def test_other_trees_are_refused(project, source):
     assert "run `make vendor`" in call(project, "apply", code=2)
-    (source.parent / "empty").mkdir()
-    for tree in (source.parent / "empty", source / "lib"):
+    for tree in (empty, source / "lib"):
         assert "not a git repository" in call(project, "apply", "small", "--tree", tree, code=2)
+    assert "git is not installed" in call(project, "vendor", src=source, code=2, PATH="/nowhere")
 
 
 def test_version_without_a_place_stays_unchanged(project, source):
@@ -220,21 +218,17 @@ def test_half_of_a_patch_is_not_taken_for_none(project, source):
     assert "not patched" not in in_source(project, "reverse", code=2)
 
 
-def test_a_committed_patch_counts_as_patched(project, source):
-    before = files(source)
-    in_source(project, "apply")
-    commit(source)
-    assert "already patched" in in_source(project, "apply")
-    in_source(project, "reverse")
-    assert files(source) == before
-
-
-@pytest.mark.parametrize("action", ["apply", "reverse"])
-def test_interrupted_run_is_finished_or_undone(project, source, action):
+@pytest.mark.parametrize("action, committed", [("apply", False), ("reverse", False), ("reverse", True)])
+def test_interrupted_run_is_finished_or_undone(project, source, action, committed):
+    """A committed patch counts as patched."""
     before = files(source)
     in_source(project, "apply")
     patched = files(source)
-    git(source, "checkout", "-q", "--", "train.py")  # as if it had not come to this file
+    if committed:
+        commit(source)
+        assert "already patched" in in_source(project, "apply")
+    else:
+        git(source, "checkout", "-q", "--", "train.py")  # as if it had not come to this file
     in_source(project, action)
     assert files(source) == (patched if action == "apply" else before)
 
@@ -265,10 +259,6 @@ def test_the_users_git_and_its_settings_change_nothing_and_stay_unchanged(projec
         assert git(mine, "rev-parse", "HEAD").strip() == head and git(mine, "status", "--porcelain") == ""
         assert files(project / "vendor" / "small")["lib/model.py"].decode() == PATCHED
         shutil.rmtree(project / "vendor")
-
-
-def test_missing_git_is_one_error(project, source):
-    assert "git is not installed" in call(project, "vendor", src=source, code=2, PATH="/nowhere")
 
 
 @pytest.mark.parametrize("name", ["nanochat", "deit"])

@@ -5,7 +5,7 @@ import re
 import pytest
 
 from bench_lines import line as bench_line
-from bench_lines import write_lines
+from bench_lines import write, write_lines
 from deit_gka.training.config import TrainConfig as VisionTraining
 from nanochat_gka.core_metric.bundle import CORE_SIZES, PAPER_TASKS
 from nanochat_gka.core_metric.published import PAPER_CENTERED, PAPER_MEAN
@@ -114,6 +114,10 @@ def test_a_finished_run_of_exactly_the_papers_configuration_fills_its_cell(tmp_p
     language_folder(tmp_path)
     assert cells(6, tmp_path)["GKA", "Val BPB"] == ("0.819080", "0.8100000", "-0.0090800")
     assert cells(6, tmp_path)["nanochat_base", "Val BPB"][1] == NOT_RUN
+    record = {"event": "finish", "step": 9, "parameters": 5_000_000, "flops": 2_000_000_000, "top1": 70, "ema_top1": 71}
+    write_lines(tmp_path / "runs" / tables.HYBRID / "log.jsonl", record)  # the ablation has the hybrid below
+    hybrid = {measure: cell for (model, measure), cell in cells(5, tmp_path).items() if model == "GGGA-Ti (ours)"}
+    assert sorted(ours for _, ours, _ in hybrid.values()) == ["2.000", "5.000", "71.000"]
 
 
 OTHERS = [dict(epochs=299), dict(model_kwargs=("depth=4",)), dict(batch_size=32), dict(input_size=16)]
@@ -158,26 +162,23 @@ def test_core_has_differences_with_standard_errors_of_each_columns_examples(tmp_
 
 
 def test_the_runtime_table_has_gpus_shares(tmp_path):
-    roles = {"gka": "ours", "softmax": "baseline", "gka eager": "unfused"}
-
-    def line(phase, batch, kind, rate, hardware="NVIDIA H100"):
+    def line(phase, batch, kind, role, rate, hardware="NVIDIA H100"):
         about = dict(case=f"deit-ti-b{batch}", phase=phase, benchmark="deit", hardware=hardware)
-        return bench_line(kind, roles[kind], 1e3 / rate, **about, items_per_second=rate)
+        return bench_line(kind, role, 1e3 / rate, **about, items_per_second=rate)
 
-    inference, training = "inference: img/s, 1 GPU", "training bs 64: img/s, 1 GPU"
-    on_cpu = line("inference", 64, "gka", 9, "a CPU, 2 threads")
-    write_lines(tmp_path / "bench_deit_a-cpu-2-threads.jsonl", on_cpu)
-    assert cells(4, tmp_path, tmp_path)["GKA-Ti", inference][1] == NOT_RUN
-    lines = [line("inference", 64, "gka", 40_000), line("inference", 128, "gka", 50_000)]
-    lines += [line("training", 64, "gka", 1_500), line("training", 64, "softmax", 1_600)]
-    write_lines(tmp_path / "bench_deit_nvidia-h100.jsonl", *lines, line("inference", 64, "gka eager", 20_000))
+    write(tmp_path, line("inference", 64, "gka", "ours", 9, "a CPU, 2 threads"))
+    place = "GKA-Ti", "inference: img/s, 1 GPU"
+    assert cells(4, tmp_path, tmp_path)[place][1] == NOT_RUN
+    lines = [line("inference", 64, "gka", "ours", 40_000), line("inference", 128, "gka", "ours", 50_000)]
+    lines += [line("training", 64, "gka", "ours", 1_500), line("training", 64, "softmax", "baseline", 1_600)]
+    write(tmp_path, *lines, line("inference", 64, "gka eager", "unfused", 20_000))
     found = cells(4, tmp_path, tmp_path)
-    assert found["GKA-Ti", inference] == ("37,806", "50,000", "+32.25 %")
+    assert found[place] == ("37,806", "50,000", "+32.25 %")
     assert found["GKA-Ti", "inference: batch"] == ("128", "128", "0")
-    assert found["GKA-Ti", training][:2] == (f"{7567 / 7:,.0f}", "1,500")
+    assert found["GKA-Ti", "training bs 64: img/s, 1 GPU"][:2] == (f"{7567 / 7:,.0f}", "1,500")
     assert found["DeiT-Ti", "training bs 64: MB, 1 GPU"][:2] == ("1,245", "10.0")
-    assert found["GKA-Ti, unfused", inference] == ("37,806", "20,000", "-47.10 %")
-    assert found["GKA-Ti, unfused", training][1] == NOT_RUN
+    assert found["GKA-Ti, unfused", place[1]] == ("37,806", "20,000", "-47.10 %")
+    assert found["GKA-Ti, unfused", "training bs 64: img/s, 1 GPU"][1] == NOT_RUN
 
 
 def test_the_terminal_leaves_out_what_was_not_run(tmp_path, capsys, monkeypatch):
@@ -190,11 +191,3 @@ def test_the_terminal_leaves_out_what_was_not_run(tmp_path, capsys, monkeypatch)
     assert tables.DIFFERENCE in everything and tables.DIFFERENCE not in short and "Table 1 of" not in everything
     with pytest.raises(UserError, match="--only takes numbers from 1 to 8, got 9"):
         tables.main(tables.TablesConfig(tmp_path, only=[9]))
-
-
-def test_the_ablation_has_the_hybrid_below(tmp_path):
-    record = {"event": "finish", "step": 9, "parameters": 5_000_000, "flops": 2_000_000_000, "top1": 70, "ema_top1": 71}
-    assert not [model for model, _ in cells(5, tmp_path) if "GGGA" in model]
-    write_lines(tmp_path / "runs" / tables.HYBRID / "log.jsonl", record)
-    hybrid = {measure: cell for (model, measure), cell in cells(5, tmp_path).items() if model == "GGGA-Ti (ours)"}
-    assert sorted(ours for _, ours, _ in hybrid.values()) == ["2.000", "5.000", "71.000"]
