@@ -1,7 +1,6 @@
 """Tables 1 to 8 of the paper beside ours: as printed, as counted and measured here, and the difference.
 
-    python -m runs.tables                                  on the terminal, without what was not run
-    python -m runs.tables --all                            the differences too, and what was not run
+    python -m runs.tables                                  on the terminal, without differences and what was not run
     python -m runs.tables --format markdown --only 2 6     two of them for a page, with everything
     python -m runs.tables --write                          writes the tables of the repository's pages; --check checks
 
@@ -26,7 +25,7 @@ from runs.demo.vision import cells as vision_cells
 from runs.examples import text_classifier
 from runs.paper import measured, published
 from runs.paper.measured import GPUS, FinishedRun
-from runs.table import NOT_RUN, WIDE, Row, Table
+from runs.table import NOT_RUN, Row, Table
 from runs.table import measured as sources_of
 from trainkit_gka.cli import UserError, run
 from trainkit_gka.files import check_named
@@ -87,10 +86,9 @@ class PaperTable:
         return Table.of(headings, rows, title=title, notes=notes, words=2)
 
     def _long(self, everything: bool) -> tuple[list[Row], Row]:
-        rows = [(*names, *cell) for names, cell in self.cells.items() if everything or cell[1] not in ("", NOT_RUN)]
-        headings = [self.about, "Measure", PAPER, OURS, DIFFERENCE]
-        width = len(headings) if everything else len(headings) - 1
-        return [list(row[:width]) for row in rows], headings[:width]
+        width, headings = 5 if everything else 4, [self.about, "Measure", PAPER, OURS, DIFFERENCE]
+        rows = [[*names, *cell] for names, cell in self.cells.items() if everything or cell[1] not in ("", NOT_RUN)]
+        return [row[:width] for row in rows], headings[:width]
 
     def _wide(self, everything: bool) -> tuple[list[Row], Row]:
         """A line for the paper, ours and the difference, and a column for each measure, as the paper has them."""
@@ -306,9 +304,8 @@ def core_subset(sources: Sources) -> PaperTable:
     means = [mean_of([s[task] for task in PAPER_TASKS]) if s.keys() >= set(PAPER_TASKS) else None for s in ours]
     for heading, mean, paper, mine in zip(columns, PAPER_MEAN, papers, means):
         cells["mean", heading] = core_cell((mean, paper[1]), mine)
-    cells["mean", columns[2]] = core_cell(
-        difference_of(*papers), difference_of(*means) if all(means) else None, sign="+"
-    )
+    both = difference_of(*means) if all(means) else None
+    cells["mean", columns[2]] = core_cell(difference_of(*papers), both, sign="+")
     notes = ["± is one standard error, from the n of each column.", CORPUS]
     return PaperTable("core_subset", cells, notes, commands, about="Task")
 
@@ -415,11 +412,9 @@ class TablesConfig:
     base: Path = Path("out")
     """Folder of all outputs: finished runs are read from BASE/runs, BASE/results.jsonl and BASE/core."""
     format: Literal["terminal", "markdown"] = "terminal"
-    """How the tables are written."""
+    """How the tables are written; the terminal's leave out differences and rows that were not run."""
     only: list[int] = field(default_factory=list)
     """Numbers of the tables to print, in this order; empty = all, 2, 3, 6 and 8 first."""
-    all: bool = False
-    """On the terminal, also the rows that were not run and those of the differences."""
     write: bool = False
     """Bring the tables of the repository's pages up to date, and print none."""
     check: bool = False
@@ -443,7 +438,7 @@ def main(config: TablesConfig) -> None:
         if config.format == "markdown":
             print(table.table().markdown(), end="\n\n")
         else:
-            table.table(config.all).show(WIDE if config.all else TERMINAL)
+            table.table(everything=False).show(TERMINAL)
 
 
 if __name__ == "__main__":
