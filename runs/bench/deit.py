@@ -11,9 +11,8 @@ as two matrix products ("softmax-unfused"), which are faster there in bfloat16. 
 implementation has it: distances, W and the mixture as N x N matrices in PyTorch, under the same autocast and compiler.
 
 On a CPU: inference at batch 1, 8 and 16, training at 8, in float32 and under bfloat16 autocast (-bf16), every model
-both eager and compiled, block by block (torch.compile's default mode; whole models are as fast and take twice as long
-to compile). The faster counts, and in bfloat16 that of softmax attention in either dtype. "gka-unfused": size Ti at 8.
-`python -m runs.bench.report` prints the tables.
+both eager and compiled, block by block (whole models are as fast and take twice as long to compile). The faster counts,
+and in bfloat16 that of softmax attention in either dtype. `python -m runs.bench.report` prints the tables.
 """
 
 import copy

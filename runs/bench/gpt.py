@@ -11,11 +11,9 @@ On a CPU: 4 rows of 512 tokens, vocabulary 4,096, no windows, training in float3
 faster of both dtypes of softmax attention), both eager and compiled, of the first depth the other phases too. Prefill
 is one forward pass without gradient over a single row. Decoding is one more token for each of 1 or 8 rows, uncompiled,
 in the device's usual dtype, after a row's length of tokens in the cache. "gka" is the paper's form, whose cached
-features are keys and values, "gka-offsets" the demo's form with head offsets. "gka-preset" is the study's preset (head
-offsets, channel bandwidths, head gates, value embeddings), "softmax-preset" softmax attention with the same additions.
-"gka-normalised" has neither (`--gka-values normalised`): it derives its keys from the cached values; "gka-keys", the
-same model, keeps both.
-`python -m runs.bench.report` prints the tables.
+features are keys and values, "gka-offsets" the demo's form with head offsets, "gka-preset" the study's preset,
+"softmax-preset" softmax attention with the same additions. "gka-normalised" derives its keys from the cached values;
+"gka-keys", the same model, keeps both. `python -m runs.bench.report` prints the tables.
 """
 
 import copy
@@ -52,9 +50,8 @@ USUAL = {"cuda": ("16", "2048", "32768", "SSSL"), "cpu": ("4", "512", "4096", "L
 # No CUDA graph: the optimiser sends its rates to the device at every step, and a step is long enough to hide launches.
 PLANS = {"cuda": Plan(rounds=30, seconds=60), "cpu": Plan(rounds=20, warmup=1, seconds=15)}
 
-# Role, phases, and what the kind has beside its attention; the preset has value embeddings in the layers where softmax
-# attention has them. Kinds that differ in how a cache is read are timed in decoding alone, the one that differs in the
-# kernel of long attention everywhere else, forms with additions in training.
+# Role, phases, and what a kind has beside its attention; the preset has value embeddings in the layers where softmax
+# attention has them. Kinds that differ in how a cache is read are timed in decoding alone, additions in training.
 ADDITIONS = dict(head_offsets="PS", channel_bandwidths=True, head_gates=True)
 UNROTATED = dict(gka_values="normalised")
 KINDS: dict[str, tuple[str, tuple[str, ...], dict[str, Any]]] = {

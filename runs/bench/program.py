@@ -10,7 +10,7 @@ import uuid
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal, Protocol
+from typing import Annotated, Any, Literal
 
 import torch
 
@@ -23,15 +23,6 @@ from trainkit_gka.results import append_result, describe_hardware
 USUAL_DTYPE = {"cuda": "bfloat16", "cpu": "float32"}
 SUFFIXES = {"bfloat16": "-bf16", "float32": "-fp32"}
 KERNEL_KINDS = ("unfused", "cudnn")  # softmax-KIND names a kernel; other kinds are forms of the model
-
-
-class Case(Protocol):
-    """What is timed: a shape, in some phases."""
-
-    name: str
-
-    @property
-    def phases(self) -> tuple[str, ...]: ...
 
 
 @dataclass
@@ -66,11 +57,12 @@ class ComparisonConfig(BenchConfig):
     """Numbers of threads to time a CPU with, one after the other, each in a file of its own; empty = torch's own."""
 
     def choose(
-        self, parse: Callable[[str, str], Case], standard: Callable[[str, bool], list[Case]], device_type: str
-    ) -> list[tuple[Case, str]]:
+        self, parse: Callable[[str, str], Any], standard: Callable[[str, bool], list[Any]], device_type: str
+    ) -> list[tuple[Any, str]]:
         """The cases to time, each with a phase: of --shapes or the standard ones, those that --only names.
 
-        parse(text, device_type) raises ValueError. standard(device_type, quick). Raises UserError.
+        A case has a name and phases. parse(text, device_type) raises ValueError. standard(device_type, quick). Raises
+        UserError.
         """
         try:
             cases = [parse(text, device_type) for text in self.shapes] or standard(device_type, self.quick)
@@ -182,7 +174,7 @@ def summary(measurement: Measurement) -> str:
 
 
 def time_cases(
-    benchmark: str, config: ComparisonConfig, chosen: list[tuple[Case, str]], device: torch.device,
+    benchmark: str, config: ComparisonConfig, chosen: list[tuple[Any, str]], device: torch.device,
     measure: Callable[[Any, str], Iterable[Comparison]], threads: Iterable[int] = (),
 ) -> None:  # fmt: skip
     """Time and record the chosen cases. threads: numbers to time with if the user named none; empty = torch's own."""

@@ -169,16 +169,16 @@ def show(jobs: dict[str, Job], out: Path) -> list[Path]:
 
 def measured_table(rows: dict[str, dict]) -> Table:
     """rows: label -> the `finish` record of its log; ratios are to the first."""
-    baseline, *others = rows
+    baseline, *forms = rows
     cells = []
     for key, (heading, form) in COLUMNS.items():
         base = rows[baseline][key]  # None or, in older runs, 0 tokens/s: too few steps to time
         cells.append([heading, "" if base is None else form.format(base)])
-        for label in others:
+        for label in forms:
             value = rows[label][key]
             ratio = "" if key == "gap" or not (base and value) else f"{value / base:.2f}x"
             cells[-1] += ["" if value is None else form.format(value), ratio]
-    headings = ["", baseline, *(heading for label in others for heading in (label, "ratio"))]
+    headings = ["", baseline, *(heading for label in forms for heading in (label, "ratio"))]
     notes = [OFFSETS_NOTE, *remarks(rows)]
     return Table.of(headings, cells, title="Measured here, equal tokens for all", notes=notes)
 

@@ -14,7 +14,7 @@ as often as too wide. With fewer than LEAST_FREEDOM degrees of freedom there is 
 import itertools
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -343,7 +343,7 @@ def counts(study: Study) -> Table:
 
 def images_of(folder: Path) -> dict[str, tuple[dict[str, Any], dict[str, pd.DataFrame]]]:
     """By set of images its data, and for each form a row for each seed."""
-    found = {}
+    sets = {}
     for path in sorted(folder.glob("vision_*.jsonl")):
         rows = chosen_rows(path, "ema_top1", "sigma")
         table = [
@@ -359,8 +359,8 @@ def images_of(folder: Path) -> dict[str, tuple[dict[str, Any], dict[str, pd.Data
         if rows:
             cells = pd.DataFrame(table).groupby("form", sort=False)
             by_form = {form: cell.set_index("seed").sort_index() for form, cell in cells}
-            found[path.stem.removeprefix("vision_")] = rows[0]["data"], by_form
-    return found
+            sets[path.stem.removeprefix("vision_")] = rows[0]["data"], by_form
+    return sets
 
 
 def over_images(cells: dict[str, pd.DataFrame], form: str, baseline: str) -> str:
@@ -429,12 +429,7 @@ def of_every_text(one: Callable[[Study], Table], titled: bool = True) -> Callabl
     """A table for each file of text, under its name."""
 
     def tables(folder: Path) -> list[Table]:
-        found = []
-        for path, study in texts(folder).items():
-            table = one(study)
-            table.title = f"{path.stem}:" if titled else ""
-            found.append(table)
-        return found
+        return [replace(one(study), title=f"{path.stem}:" * titled) for path, study in texts(folder).items()]
 
     return tables
 
@@ -493,11 +488,11 @@ def draw_budgets(study: Study, name: str, path: Path) -> None:
     figure, axes = panels(1, len(BUDGETS), 3.9, sharey=True)
     for axis, (depth, budgets) in zip(axes, BUDGETS.items(), strict=True):
         for number, form in enumerate(form for form in LOOKS if form != CONTROL):
-            found = {tokens: study.interval(form, CONTROL, (depth, tokens)) for tokens in budgets}
-            found = {tokens * 2 ** (0.06 * (number - 3)): one for tokens, one in found.items() if one}
-            known = found.values()
-            axis.plot(found.keys(), [one.value for one in known], **style(form))
-            axis.vlines(found.keys(), [one.low for one in known], [one.high for one in known], color=LOOKS[form].colour)
+            ends = {tokens: study.interval(form, CONTROL, (depth, tokens)) for tokens in budgets}
+            ends = {tokens * 2 ** (0.06 * (number - 3)): one for tokens, one in ends.items() if one}
+            known = ends.values()
+            axis.plot(ends.keys(), [one.value for one in known], **style(form))
+            axis.vlines(ends.keys(), [one.low for one in known], [one.high for one in known], color=LOOKS[form].colour)
         axis.axhline(0, color="grey", linewidth=0.8)
         axis.set_xscale("log", base=2)
         axis.set(xlim=(2**18.5, 2**22.5), xlabel="training tokens")

@@ -424,7 +424,7 @@ class Runner:
         self.starts: dict[str, int] = {}
         self.failed: set[str] = set()  # here; not tried again
 
-    def left(self) -> list[Training]:
+    def remaining(self) -> list[Training]:
         """What is neither finished nor failed."""
         over = rows_of(self.results, self.kind).keys() | self.failed
         if not self.config.retry_failed:
@@ -433,16 +433,16 @@ class Runner:
 
     def show(self) -> None:
         """Print every cell that is left, with its time by the median speed of the finished ones."""
-        left, speeds = self.left(), []
+        remaining, speeds = self.remaining(), []
         for metrics in (row["metrics"] for row in rows_of(self.results, self.kind).values()):
             if speed := metrics.get("images_per_second") or metrics.get("tokens_per_second"):
                 speeds.append(speed * metrics.get("flops_per_token", 1))
-        times = [training.cost / statistics.median(speeds) for training in left] if speeds else []
-        for training, seconds in itertools.zip_longest(left, times):
+        times = [training.cost / statistics.median(speeds) for training in remaining] if speeds else []
+        for training, seconds in itertools.zip_longest(remaining, times):
             text = "?" if seconds is None else clock_text(seconds)
             console.print(f"{training.key}  {text}  {training.job.name}", highlight=False, markup=False)
         total = f", {clock_text(sum(times))} of one training at a time" if times else ""
-        console.print(f"{len(left)} of {len(self.trainings)} left{total}.", highlight=False)
+        console.print(f"{len(remaining)} of {len(self.trainings)} left{total}.", highlight=False)
 
     def run(self) -> bool:
         """Train what is left. Returns False if a signal ended it; trainings have saved then."""
@@ -469,15 +469,15 @@ class Runner:
             if training.job.process.poll() is not None:
                 del self.running[key]
                 self._record_end(training, training.job.process.returncode)
-        left = self.left()
-        for training in left:
+        remaining = self.remaining()
+        for training in remaining:
             if len(self.running) >= self.config.at_once:
                 break
             if training.key not in self.running and not self._is_busy(training) and not self._collect(training):
                 training.job.start(max(1, cores() // self.config.at_once))
                 self.running[training.key] = training
                 self.starts[training.key] = self.starts.get(training.key, 0) + 1
-        return bool(left)
+        return bool(remaining)
 
     def _record_end(self, training: Training, code: int) -> None:
         """Record a training that has ended, unless a signal ended it or another process has its folder."""
@@ -526,8 +526,8 @@ def main(config: TrainConfig) -> None:
     if not runner.run():
         console.print("stopped; every training has saved. The same command continues.", highlight=False)
         sys.exit(130)
-    left = len(runner.left())
-    console.print(f"{len(trainings) - left} of {len(trainings)} cells are recorded.", highlight=False)
+    remaining = len(runner.remaining())
+    console.print(f"{len(trainings) - remaining} of {len(trainings)} cells are recorded.", highlight=False)
 
 
 if __name__ == "__main__":

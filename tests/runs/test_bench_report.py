@@ -20,10 +20,6 @@ def ratio_of(folder, *lines, **options):
     return frames.ratios(frames.bench("attention", folder, **options)).tolist()
 
 
-def test_the_pages_say_what_the_result_files_say():
-    report.main(report.BenchReportConfig(check=True))
-
-
 def test_the_ratio_is_of_the_faster_baseline_that_is_right(tmp_path):
     lines = [
         line("gka triton", "ours", 1.0),

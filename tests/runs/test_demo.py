@@ -65,9 +65,9 @@ def test_a_failing_command_ends_all_with_its_last_line_and_code(tmp_path, capfd)
     (tmp_path / "fails/output.txt").write_text("error: of an earlier start\n")
     jobs = [job(tmp_path / "fails", "fails", fails)]
     jobs += [job(tmp_path / "sleeps", "sleeps", here + "there.touch(); time.sleep(600)")]
-    with pytest.raises(SystemExit) as left:
+    with pytest.raises(SystemExit) as stopped:
         run_side_by_side(jobs, 2)
-    assert left.value.code == 2 and jobs[1].process.poll() is not None
+    assert stopped.value.code == 2 and jobs[1].process.poll() is not None
     assert capfd.readouterr().err.startswith("error: it failed\n")
 
 

@@ -86,13 +86,13 @@ def test_own_text_is_prepared_each_time_and_a_fixed_corpus_once(tree):
     text = tree.folder / "my notes/text"
     text.mkdir(parents=True)
     steps = ["nanochat_gka.corpus", "nanochat_gka.tokenizer", "nanochat_gka.pack", "nanochat_gka.train"]
-    for corpus, left in ((str(text), steps), ("builtin", steps[-1:])):
+    for corpus, remaining in ((str(text), steps), ("builtin", steps[-1:])):
         before = tree.lines("pretrain-small", CORPUS=corpus)
         packed = before[-1][before[-1].index("--data") + 1]
         (tree.folder / packed).mkdir(parents=True)
         (tree.folder / packed / "manifest.json").touch()
         assert [words[0] for words in before] == steps
-        assert [words[0] for words in tree.lines("pretrain-small", CORPUS=corpus)] == left
+        assert [words[0] for words in tree.lines("pretrain-small", CORPUS=corpus)] == remaining
     assert (tree.folder / "out/packed/text-4096-512").exists()
 
 

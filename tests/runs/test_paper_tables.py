@@ -172,13 +172,13 @@ def test_the_runtime_table_has_gpus_shares(tmp_path):
     lines = [line("inference", 64, "gka", "ours", 40_000), line("inference", 128, "gka", "ours", 50_000)]
     lines += [line("training", 64, "gka", "ours", 1_500), line("training", 64, "softmax", "baseline", 1_600)]
     write(tmp_path, *lines, line("inference", 64, "gka eager", "unfused", 20_000))
-    found = cells(4, tmp_path, tmp_path)
-    assert found[place] == ("37,806", "50,000", "+32.25 %")
-    assert found["GKA-Ti", "inference: batch"] == ("128", "128", "0")
-    assert found["GKA-Ti", "training bs 64: img/s, 1 GPU"][:2] == (f"{7567 / 7:,.0f}", "1,500")
-    assert found["DeiT-Ti", "training bs 64: MB, 1 GPU"][:2] == ("1,245", "10.0")
-    assert found["GKA-Ti, unfused", place[1]] == ("37,806", "20,000", "-47.10 %")
-    assert found["GKA-Ti, unfused", "training bs 64: img/s, 1 GPU"][1] == NOT_RUN
+    table = cells(4, tmp_path, tmp_path)
+    assert table[place] == ("37,806", "50,000", "+32.25 %")
+    assert table["GKA-Ti", "inference: batch"] == ("128", "128", "0")
+    assert table["GKA-Ti", "training bs 64: img/s, 1 GPU"][:2] == (f"{7567 / 7:,.0f}", "1,500")
+    assert table["DeiT-Ti", "training bs 64: MB, 1 GPU"][:2] == ("1,245", "10.0")
+    assert table["GKA-Ti, unfused", place[1]] == ("37,806", "20,000", "-47.10 %")
+    assert table["GKA-Ti, unfused", "training bs 64: img/s, 1 GPU"][1] == NOT_RUN
 
 
 def test_the_terminal_leaves_out_what_was_not_run(tmp_path, capsys, monkeypatch):

@@ -55,18 +55,18 @@ def test_a_finished_cell_is_one_row_with_all_that_was_measured(packed, trained):
     assert metrics["train_flops"] == training.cost and metrics["curve"][-1][0] == 2048 * STEPS
     assert metrics["evaluations"][-1][2] == metrics["val_bpb"] < metrics["evaluations"][0][2]
     assert len(metrics["sigma"]["layer_0"]) == 1
-    assert not one.left() and one.run() and len(read_lines(one.results)) == 1
+    assert not one.remaining() and one.run() and len(read_lines(one.results)) == 1
 
 
 def test_a_refused_cell_is_a_row_too_and_is_tried_again_on_request(packed, tmp_path):
     one = runner(packed, tmp_path, flags="--no-such-flag 1")
-    assert one.run() and not one.left()
+    assert one.run() and not one.remaining()
     [row] = read_lines(one.results)
     assert row["kind"] == "study-failed" and row["exit_code"] == 2 and row["form"] == "GKA"
-    assert not runner(packed, tmp_path, flags="--no-such-flag 1").left()
-    assert runner(packed, tmp_path, flags="--no-such-flag 1", retry_failed=True).left()
+    assert not runner(packed, tmp_path, flags="--no-such-flag 1").remaining()
+    assert runner(packed, tmp_path, flags="--no-such-flag 1", retry_failed=True).remaining()
     other = runner(packed, tmp_path)
-    assert other.left()  # further flags are another cell
+    assert other.remaining()  # further flags are another cell
     with locked(other.trainings[0].job.folder, "training in"):  # another process trains it
         assert other._look() and not other.running
 

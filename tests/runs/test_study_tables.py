@@ -1,4 +1,4 @@
-"""The study's tables: intervals and readings of curves worked out by hand, and pages that say what the rows say."""
+"""The study's tables: intervals and readings of curves worked out by hand."""
 
 import math
 
@@ -21,16 +21,12 @@ def row(form, place, seed, loss, cost=1.0, **changed):
     return {**about, "key": key, "trial": trial, "metrics": metrics, "data": 1, "form": form, "chosen": True, **changed}
 
 
-def test_the_pages_say_what_the_rows_say():
-    analyse.main(analyse.AnalyseConfig(check=True))
-
-
 def test_intervals_are_pooled_over_places():
     """Three seeds at each of two places: variances 1 and 4 on four degrees of freedom."""
-    found = intervals({"a": pd.Series([1.0, 2.0, 3.0]), "b": pd.Series([0.0, 2.0, 4.0]), "one": pd.Series([7.0])})
+    computed = intervals({"a": pd.Series([1.0, 2.0, 3.0]), "b": pd.Series([0.0, 2.0, 4.0]), "one": pd.Series([7.0])})
     half = stats.t.ppf(0.975, 4) * math.sqrt((1 + 4) / 2)
     for place, mean, seeds in (("a", 2.0, 3), ("b", 2.0, 3), ("one", 7.0, 1)):
-        one = found[place]
+        one = computed[place]
         assert (one.value, one.seeds) == (mean, seeds) and one.high == pytest.approx(mean + half / math.sqrt(seeds))
     alone = intervals({"a": pd.Series([1.0, 2.0, 3.0])})["a"]
     assert math.isnan(alone.low) and alone.text("+.1f") == "+2.0"
@@ -60,8 +56,8 @@ def test_the_last_row_of_a_key_counts_and_other_data_is_left_out(tmp_path, capsy
     old = {name: value for name, value in row("x", (2, 2**20), 3, 1.8).items() if name not in ("form", "chosen")}
     write_lines(tmp_path / "text.jsonl", first, again, other, tried, old)
     write_lines(tmp_path / "chosen.jsonl", {"key": old["key"], "form": "softmax", "rate": 1.0, "settled": True})
-    found = [(one["form"], one["metrics"]["val_bpb"]) for one in chosen_rows(tmp_path / "text.jsonl", "val_bpb")]
-    assert found == [("softmax", 1.8), ("GKA", 1.9)]
+    computed = [(one["form"], one["metrics"]["val_bpb"]) for one in chosen_rows(tmp_path / "text.jsonl", "val_bpb")]
+    assert computed == [("softmax", 1.8), ("GKA", 1.9)]
     assert "1 rows of other data are left out" in capsys.readouterr().out
 
 
@@ -80,8 +76,5 @@ def test_pictures_are_drawn_of_what_there_is(tmp_path):
     analyse.draw(tmp_path / "rows", tmp_path / "pictures")
     names = {path.name for path in (tmp_path / "pictures").iterdir()}
     assert names == {"study-budgets-text.png", "quality-text.png"}
-
-
-def test_missing_rows_are_named(tmp_path):
     with pytest.raises(UserError, match="no results"):
         analyse.main(analyse.AnalyseConfig(results=tmp_path))

@@ -13,7 +13,7 @@ from bench_lines import write_lines
 from deit_gka.figures.subjects import HYBRID
 from gka.kinds import KINDS
 from runs import frames, looks, mathematics, pages, tables
-from runs.bench import report
+from runs.bench import error, report
 from runs.demo.language import COLUMNS
 from runs.study import analyse
 from runs.table import NOT_RUN, Table, measured
@@ -22,8 +22,17 @@ from trainkit_gka.cli import UserError
 RECORD = {"date": "2026-11-21 17:04", "commit": "a14f06e", "hardware": "a CPU, 2 threads", "torch": "2.14"}
 
 
-def test_the_pages_say_what_the_result_files_say():
-    tables.main(tables.TablesConfig(check=True))
+@pytest.mark.parametrize(
+    "main, config",
+    [
+        (tables.main, tables.TablesConfig),
+        (report.main, report.BenchReportConfig),
+        (analyse.main, analyse.AnalyseConfig),
+        (error.main, error.ErrorConfig),
+    ],
+)
+def test_the_pages_say_what_the_result_files_say(main, config):
+    main(config(check=True))
 
 
 def test_commands_of_results_can_be_given_anywhere():
