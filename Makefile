@@ -104,7 +104,7 @@ PRESET    = --attention gka --head-offsets PS --gka-values normalised --value-em
 SHELL     := bash
 MAKEFLAGS += --no-builtin-rules
 .NOTPARALLEL:
-.PHONY: $(shell sed -n 's/^\([a-z][a-z0-9-]*\):.*/\1/p' Makefile)
+.PHONY: $(shell sed -n 's/^\([a-z][a-z0-9 -]*\):.*/\1/p' Makefile)
 
 ## Start
 help:  ## list targets and settings
@@ -189,20 +189,17 @@ pretrain-small: check $(ENV) $(ROWS)  ## the same with 4 layers, in minutes on a
 
 # A run is evaluated on the rows that it was trained on, unless others are named.
 NAMED_ROWS = $(if $(filter CORPUS SHARDS VOCAB SEQ,$(CHOSEN)),--data '$(PACKED)')
-eval-bpb: check $(ENV)  ## bits per byte and samples of a GKA run (-base: softmax)
-	$(LAUNCH) nanochat_gka.evaluate --results '$(BASE)/results.jsonl' $(NAMED_ROWS) --run '$(GKA_RUN)' $(FLAGS)
-
-eval-bpb-base: check $(ENV)
-	$(LAUNCH) nanochat_gka.evaluate --results '$(BASE)/results.jsonl' $(NAMED_ROWS) --run '$(BASE_RUN)' $(FLAGS)
+EVALUATED  = $(if $(filter %-base,$@),$(BASE_RUN),$(GKA_RUN))
+eval-bpb:  ## bits per byte and samples of a GKA run (-base: softmax)
+eval-bpb eval-bpb-base: check $(ENV)
+	$(LAUNCH) nanochat_gka.evaluate --results '$(BASE)/results.jsonl' $(NAMED_ROWS) --run '$(EVALUATED)' $(FLAGS)
 
 # Table 7 (six tasks of DCLM's 22, centred): ARGS="--tasks paper" scores these alone. The data, 162 MB, is fetched once.
 # Expected:  mean of the six 0.2418 for the baseline, all examples; 0.2286 for GKA, 200 of each task; not run here yet
-CORE = $(LAUNCH) nanochat_gka.eval_core --out '$(BASE)/core' $(if $(BUNDLE),--bundle '$(BUNDLE)')
-eval-core: check $(ENV)  ## DCLM's CORE of a GKA run (-base: softmax)
-	$(CORE) --run '$(GKA_RUN)' $(FLAGS)
-
-eval-core-base: check $(ENV)
-	$(CORE) --run '$(BASE_RUN)' $(FLAGS)
+eval-core:  ## DCLM's CORE of a GKA run (-base: softmax)
+eval-core eval-core-base: check $(ENV)
+	$(LAUNCH) nanochat_gka.eval_core --out '$(BASE)/core' $(if $(BUNDLE),--bundle '$(BUNDLE)') \
+	  --run '$(EVALUATED)' $(FLAGS)
 
 sample: $(ENV)  ## text from a run
 	$(PY) -m nanochat_gka.generate --run '$(GKA_RUN)' --prompt="$$PROMPT" --stream $(FLAGS)
