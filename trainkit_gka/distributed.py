@@ -176,11 +176,9 @@ def setup(device_type: str = "auto", seed: int = 42) -> Runtime:
     rank, local_rank = (int(os.environ.get(name, "0")) for name in ("RANK", "LOCAL_RANK"))
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     if device_type != "cpu" and torch.cuda.is_available():
-        if local_rank >= torch.cuda.device_count():
-            raise UserError(
-                f"this is process {local_rank + 1} on this machine but it has {torch.cuda.device_count()} GPUs; "
-                "lower torchrun's --nproc-per-node"
-            )
+        if local_rank >= (gpus := torch.cuda.device_count()):
+            start = f"this is process {local_rank + 1} on this machine but it has {gpus} GPUs"
+            raise UserError(f"{start}; lower torchrun's --nproc-per-node")
         device = torch.device("cuda", local_rank)
         torch.cuda.set_device(device)
         torch.set_float32_matmul_precision("high")

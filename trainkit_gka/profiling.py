@@ -1,10 +1,9 @@
 """`--profile 10-15`: a trace of these steps on CPU and GPU by torch.profiler, in the format of Chrome."""
 
-import contextlib
 import os
 import re
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 
 import torch
 
@@ -40,12 +39,12 @@ class Profiler:
         self.recorded: list[int] = []
         self.profile: torch.profiler.profile | None = None
 
-    def step(self, number: int) -> AbstractContextManager:
-        """The context in which step `number` runs; it records the step if --profile names it."""
-        return self._recording(number) if number in self.steps and self.runtime.is_main else contextlib.nullcontext()
-
     @contextmanager
-    def _recording(self, number: int) -> Iterator[None]:
+    def step(self, number: int) -> Iterator[None]:
+        """The context in which step `number` runs; it records the step if --profile names it."""
+        if number not in self.steps or not self.runtime.is_main:
+            yield
+            return
         if self.profile is None:
             os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # it reports a missing GPU as an error
             self.profile = torch.profiler.profile()  # of the CPU, and of the GPU if there is one

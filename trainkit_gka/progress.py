@@ -53,7 +53,12 @@ class RunLog:
         if config.wandb != "disabled":
             self.wandb = _start_wandb(config)
         if config.tensorboard:
-            self.tensorboard = _start_tensorboard(config.folder / "tensorboard", resume_step)
+            if reason := extras.missing("tensorboard", "tensorboard"):
+                raise UserError(f"--tensorboard: {reason}, or leave the flag out")
+            from torch.utils.tensorboard import SummaryWriter
+
+            purge_step = resume_step + 1 if resume_step else 0  # drop what a killed process wrote after the checkpoint
+            self.tensorboard = SummaryWriter(str(config.folder / "tensorboard"), purge_step=purge_step)
 
     def log(self, event: str, step: int, show: str | None = None, chart: bool = True, **values) -> None:
         """Record `values` at `step`, also in the charts if `chart`, and print the line `show`."""
@@ -159,15 +164,6 @@ def clock_text(seconds: float) -> str:
 def rate(value: float | None, unit: str) -> str:
     """A speed as text, such as "1,234 img/s"; empty for None."""
     return "" if value is None else f"{value:,.0f} {unit}" if value >= 9.95 else f"{value:.2g} {unit}"
-
-
-def _start_tensorboard(folder: Path, resume_step: int):
-    """A writer into `folder`. TensorBoard drops what a killed process wrote after step `resume_step`."""
-    if reason := extras.missing("tensorboard", "tensorboard"):
-        raise UserError(f"--tensorboard: {reason}, or leave the flag out")
-    from torch.utils.tensorboard import SummaryWriter
-
-    return SummaryWriter(str(folder), purge_step=resume_step + 1 if resume_step else 0)
 
 
 def _start_wandb(config: RunConfig):

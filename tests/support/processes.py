@@ -168,7 +168,9 @@ def in_a_forked_child(compute, timeout: float = 60):
 
 
 def descendants(pid: int) -> list[int]:
-    return [child.pid for child in psutil.Process(pid).children(recursive=True)] if psutil.pid_exists(pid) else []
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return [child.pid for child in psutil.Process(pid).children(recursive=True)]
+    return []
 
 
 def still_there(pids, seconds: float = 120) -> list[int]:

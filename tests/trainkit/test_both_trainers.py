@@ -125,6 +125,9 @@ def test_charts_and_traces_of_a_continued_run_are_of_one_run_and_change_no_weigh
     charts = EventAccumulator(str(run / "tensorboard"), size_guidance={"scalars": 0}).Reload()
     points = [(one.step, one.value) for one in charts.Scalars("train/loss")]
     assert len(points) == len(losses) and dict(points) == pytest.approx(losses)
+    sigma = records(tmp_path, "eval")[-1]["sigma"]["layer_0"]
+    for name, value in (("mean", sum(sigma) / len(sigma)), ("min", min(sigma)), ("max", max(sigma))):
+        assert charts.Scalars(f"eval/sigma/layer_0/{name}")[-1].value == pytest.approx(value)
     traces = [json.loads(path.read_text())["traceEvents"] for path in sorted(run.glob("profile_*.json"))]
     names = [event.get("name", "") for trace in traces for event in trace]
     steps = [name for name in names if re.fullmatch(rf"{kind.module.Trainer.STEP} \d+", name)]

@@ -15,20 +15,8 @@ import pytest
 import processes
 from sources import ENTRY_POINT, ROOT, flags_of, tracked
 from tiny import exit_code
-from trainkit_gka.cli import (
-    Bounds,
-    Count,
-    Group,
-    MayChange,
-    Seed,
-    UserError,
-    _field_docs,
-    check_bounds,
-    flag_of,
-    is_network,
-    parse,
-    run,
-)
+from trainkit_gka import cli
+from trainkit_gka.cli import Bounds, Group, UserError, flag_of, run
 
 COMMANDS = [path for path in tracked(".py") if path.parts[0] != "tests" and ENTRY_POINT in (ROOT / path).read_text()]
 
@@ -37,10 +25,7 @@ COMMANDS = [path for path in tracked(".py") if path.parts[0] != "tests" and ENTR
 class Command:
     """A command for these tests."""
 
-    depth: int = 20
-    """number of layers"""
     batch_size: int = 64
-    """images"""
 
 
 @pytest.mark.parametrize(
@@ -68,8 +53,8 @@ def test_an_error_is_the_networks_if_one_of_its_causes_is():
     cause, error, handled = ConnectionError("no answer"), ValueError("no such dataset"), ValueError("no such dataset")
     error.__cause__ = handled.__context__ = cause
     handled.__suppress_context__ = True  # as "raise ... from None" sets it
-    assert is_network(error) and is_network(TimeoutError())
-    assert not is_network(handled) and not is_network(OSError("disk"))
+    assert cli.is_network(error) and cli.is_network(TimeoutError())
+    assert not cli.is_network(handled) and not cli.is_network(OSError("disk"))
 
 
 def test_unprintable_characters_become_question_marks(monkeypatch):
@@ -99,7 +84,7 @@ def test_a_bug_keeps_its_traceback():
 def test_help_names_and_explains_every_flag(package, capsys):
     config_class = flags_of(package)[f"{package}.train"]
     assert exit_code(pytest.fail, config_class, "--help") == 0
-    text, docs = re.sub("\x1b\\[[0-9;]*m|[\\s│]", "", capsys.readouterr().out), _field_docs(config_class)
+    text, docs = re.sub("\x1b\\[[0-9;]*m|[\\s│]", "", capsys.readouterr().out), cli._field_docs(config_class)
     for name in [one.name for one in fields(config_class)]:
         assert flag_of(name) in text and re.sub(r"\s", "", docs[name]) in text, name
 
@@ -120,7 +105,7 @@ BOUNDED = [  # the type of a flag, values that are refused and values that are n
     (Annotated[int, Bounds(1, other=(-1, "all"))], (0, -2), (-1,)),
     (Annotated[int | str, Bounds(1)], (0,), (1, "auto")),
     (Annotated[tuple[int, ...], Bounds(1)], ((3, 0),), ((), (1, 2))),
-    (Seed, (-1, 2**63), (2**63 - 1,)),
+    (cli.Seed, (-1, 2**63), (2**63 - 1,)),
 ]
 
 
@@ -129,9 +114,9 @@ def test_a_number_out_of_bounds_is_named(kind, refused, taken):
     config_class = make_dataclass("Bounded", [("a_number", kind)])
     for value in refused:
         with pytest.raises(UserError, match=r"^--a-number must be "):
-            check_bounds(config_class(value))
+            cli.check_bounds(config_class(value))
     for value in taken:
-        check_bounds(config_class(value))
+        cli.check_bounds(config_class(value))
 
 
 @dataclass(frozen=True)
@@ -142,7 +127,7 @@ class Grouped:
     """a path"""
     data: str = "digits"
     """named like a group"""
-    depth: MayChange[Annotated[Count, Group.MODEL]] = 20
+    depth: cli.MayChange[Annotated[cli.Count, Group.MODEL]] = 20
     """number of layers"""
     size: tuple[int, int] = (1, 2)
     """two whole numbers"""
@@ -173,7 +158,7 @@ def test_wrong_flags_are_named_on_rank_0_and_exit_with_2(argv, flag, rank, capsy
 
 
 def test_flags_of_a_group_share_a_box_and_settings_stay_flat(capsys):
-    assert parse(Grouped, ["--depth", "3", "--needed", "x"]) == Grouped(Path("x"), "digits", 3)
+    assert cli.parse(Grouped, ["--depth", "3", "--needed", "x"]) == Grouped(Path("x"), "digits", 3)
     assert exit_code(pytest.fail, Grouped, "--help") == 0
     _, *parts = re.split(r"^\W*((?:\w+ )?options)\b.*", capsys.readouterr().out, flags=re.MULTILINE)
     flags = {title: re.findall(r" --(\w+) [A-Z{]", text) for title, text in zip(parts[::2], parts[1::2])}

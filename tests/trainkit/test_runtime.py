@@ -118,7 +118,6 @@ def test_without_a_compiler_compiling_is_refused_where_it_is_asked_for_and_left_
 @tiny.needs_compiler
 def test_a_machine_that_can_compile_does():
     assert compiling.mode("--compile", "auto", "on", HERE) == "on"
-    assert compiling.mode("--compile", "default", "on", HERE) == "default"
 
 
 @pytest.mark.parametrize("failures, code", [([PassingFault], 75), ([UserError], 2), ([PassingFault, UserError], 2)])
