@@ -3,7 +3,7 @@
 import os
 import subprocess
 import sys
-from importlib.metadata import entry_points
+from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 
 import pytest
@@ -45,9 +45,8 @@ def test_a_missing_extra_is_one_line(tmp_path, monkeypatch, capsys):
     package = "from trainkit_gka.extras import require\nrequire(__name__, 'lm', 'os', 'a_module_that_nobody_has')\n"
     (tmp_path / "needs_more/__init__.py").write_text(package)
     monkeypatch.syspath_prepend(tmp_path)
-    command = entry_points(group=GROUP)["gka-pack"]
-    object.__setattr__(command, "value", "needs_more.pack")
-    monkeypatch.setattr("trainkit_gka.console.entry_points", lambda **options: [command])
+    command = EntryPoint("gka-pack", "needs_more.pack", GROUP)
+    monkeypatch.setattr("trainkit_gka.console.entry_points", lambda **_: [command])
     with pytest.raises(SystemExit) as end:
         main()
     words = [sys.executable, "-m", "needs_more.pack"]

@@ -19,7 +19,7 @@ from trainkit_gka.distributed import Runtime, Stop
 from trainkit_gka.files import locked
 from trainkit_gka.loop import finish_record
 from trainkit_gka.progress import read_events
-from trainkit_gka.results import append_result, read_results
+from trainkit_gka.results import read_results
 
 STEPS = 12
 
@@ -137,41 +137,25 @@ def test_a_signal_to_one_of_two_ranks_ends_their_evaluation(config, uninterrupte
     assert events(config, "eval") == [0, 4, 8, 12] and weights(config) == uninterrupted
 
 
-@pytest.mark.parametrize("lost", [["finish"], ["eval", "finish"], ["finish", "total"]])
-def test_a_kill_before_the_finish_record_loses_nothing(config, lost):
-    """Also where a finish record lacks a number, as one of another version may."""
+@pytest.mark.parametrize("lost", [["finish"], ["eval", "finish"], ["finish", "total"], ["finish", "results"]])
+def test_a_kill_before_the_finish_record_loses_nothing_and_records_the_run_once(config, lost):
+    """An earlier run of the same settings has another line. A finish record of another version may lack a number."""
+    launch(config, out=config.out / "earlier")
     launch(config)
-    log = config.folder / "log.jsonl"
+    log, lines = config.folder / "log.jsonl", config.results.read_text().splitlines()
+    assert len(lines) == 2
+    if "results" in lost:
+        config.results.write_text("".join(f"{json.dumps({**json.loads(line), 'date': '2020'})}\n" for line in lines))
     if "total" in lost:
         tiny.damage_log(log, finish="total")
     else:
-        lines = [record for record in read_events(log) if record["event"] not in lost or record["step"] < STEPS]
-        log.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        records = [record for record in read_events(log) if record["event"] not in lost or record["step"] < STEPS]
+        log.write_text("".join(json.dumps(record) + "\n" for record in records))
     assert finish_record(config.folder, ToyTrainer.FINISH_KEYS) is None
     launch(config)
     assert finish_record(config.folder, ToyTrainer.FINISH_KEYS) is not None
-    assert [*filter(lambda step: step != 1, events(config, "eval"))] == [0, 4, 8, 12]  # step 1: of another program
-    assert len(read_results(config.results)) == 1
-
-
-@pytest.mark.parametrize("appended", [True, False])
-def test_an_end_before_the_finish_record_records_the_run_once(config, monkeypatch, appended):
-    """An earlier run of the same settings has another line."""
-    launch(config, out=config.out / "earlier")
-    line = json.loads(config.results.read_text())
-    config.results.write_text(json.dumps({**line, "date": "2020-01-01 00:00"}) + "\n")
-
-    def append_and_end(*record):
-        if appended:
-            append_result(*record)
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
-        patched.setattr(loop, "append_result", append_and_end)
-        launch(config)
-    assert len(read_results(config.results)) == 1 + appended and not events(config, "finish")
-    launch(config)
-    assert len(read_results(config.results)) == 2 and events(config, "finish") == [STEPS]
+    assert [step for step in events(config, "eval") if step != 1] == [0, 4, 8, 12]  # step 1: of another program
+    assert len(read_results(config.results)) == 2 + ("results" in lost)
 
 
 def test_what_cannot_run_is_refused_before_training(config, monkeypatch):

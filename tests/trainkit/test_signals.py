@@ -2,7 +2,6 @@
 
 import fcntl
 import os
-import pty
 import shlex
 import shutil
 import signal
@@ -11,6 +10,7 @@ import sys
 import termios
 import time
 from pathlib import Path
+from pty import openpty
 
 import psutil
 import pytest
@@ -42,6 +42,7 @@ COMMAND = """
 import ctypes, os, sys, time
 from dataclasses import dataclass
 from pathlib import Path
+from pty import openpty
 from trainkit_gka import cli, command, distributed
 from trainkit_gka.files import atomic
 
@@ -126,49 +127,37 @@ def test_two_processes_end_in_time(to, tmp_path):
     assert not still_there(workers)
 
 
-# Training in a terminal that is closed
-
 TOY = "-m toy_trainer --model-tag run --device-type cpu --save-every -1 --eval-every -1 --log-every 1 --steps 2000"
 
 
-def train_until_round_5(source: int, output: int, folder: Path, launcher=PYTHON, **options) -> subprocess.Popen:
-    """A training that writes to the descriptor `output`, which is closed here, when `source` has read of round 5."""
-    words = [*launcher, *TOY.split(), "--seconds", "0.01", "--out", folder, "--results", folder / "results.jsonl"]
-    process, text = start(words, **{"stdout": output, "stderr": output, **options}), b""
-    os.close(output)
-    while b"round 5" not in text:
-        text += os.read(source, 2**16)
-    return process
-
-
-def saved(folder: Path) -> list[str]:
-    return [path.name for path in (folder / "run/checkpoints").glob("step_*")]
-
-
-@pytest.mark.parametrize("launcher", [PYTHON, TWO[:-1]], ids=["1 process", "2 processes"])
-def test_a_closed_terminal_saves(launcher, tmp_path):
-    """That of a new session, a pseudo-terminal."""
-    terminal, output = pty.openpty()
-    session = {"start_new_session": True, "preexec_fn": lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0)}
-    process = train_until_round_5(terminal, output, tmp_path, launcher, stdin=output, **session)
-    ranks = ranks_of(process.pid) if launcher != PYTHON else []
-    os.close(terminal)
-    assert process.wait(60) == 0 and not still_there(ranks)
-    (name,) = saved(tmp_path)
-    lines = (tmp_path / "run/log.jsonl").read_text().splitlines()
-    assert f'"step": {int(name[5:])}' in lines[-1] and 5 <= int(name[5:]) < 2000
-
-
-@pytest.mark.parametrize("open_output", [os.pipe, pty.openpty], ids=["pipe", "terminal"])
-def test_training_outlives_the_reader_of_its_output(open_output, tmp_path):
-    """A pipe's, or a terminal that is gone without a signal: every line that it prints fails."""
+@pytest.mark.parametrize(
+    "launcher, open_output, in_session",
+    [(PYTHON, openpty, True), (TWO[:-1], openpty, True), (PYTHON, openpty, False), (PYTHON, os.pipe, False)],
+)
+def test_a_training_whose_output_is_closed_saves(launcher, open_output, in_session, tmp_path):
+    """A terminal that closes its session sends SIGHUP. Without a signal training goes on: every line that it prints
+    fails, whether to a terminal or to a pipe.
+    """
     source, output = open_output()
-    process = train_until_round_5(source, output, tmp_path)
+    options = {"stdout": output, "stderr": output}
+    if in_session:
+        options |= {"stdin": output, "start_new_session": True}
+        options["preexec_fn"] = lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+    words = [*TOY.split(), "--seconds", "0.01", "--out", tmp_path, "--results", tmp_path / "results.jsonl"]
+    process, printed = start([*launcher, *words], **options), b""
+    os.close(output)
+    while b"round 5" not in printed:
+        printed += os.read(source, 2**16)
+    ranks = ranks_of(process.pid) if launcher != PYTHON else []
     os.close(source)
-    time.sleep(0.5)
-    assert process.poll() is None
-    process.terminate()
-    assert process.wait(60) == 0 and len(saved(tmp_path)) == 1
+    if not in_session:
+        time.sleep(0.5)
+        assert process.poll() is None
+        process.terminate()
+    assert process.wait(60) == 0 and not still_there(ranks)
+    (folder,) = (tmp_path / "run/checkpoints").iterdir()
+    last = (tmp_path / "run/log.jsonl").read_text().splitlines()[-1]
+    assert f'"step": {int(folder.name[5:])}' in last and 5 <= int(folder.name[5:]) < 2000
 
 
 # Mistakes, and torchrun
