@@ -19,9 +19,7 @@ def _quick_interpreter():
 
 @pytest.fixture(autouse=True)
 def _fresh_memory_is_nan():
-    """torch does it in its deterministic mode, for `empty` in all its forms; what has no deterministic way only
-    warns.
-    """
+    """By torch's deterministic mode, for `empty` in all its forms; what has no deterministic way only warns."""
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     assert torch.utils.deterministic.fill_uninitialized_memory
     torch.use_deterministic_algorithms(True, warn_only=True)

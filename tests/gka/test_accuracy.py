@@ -45,11 +45,7 @@ def test_outlier_channels(kind, causal, impl):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.filterwarnings("ignore:gaussian_attention. the features are so long")
 def test_as_accurate_as_plain_pytorch(dtype, offset, sigma, causal, with_values):
-    """sdpa, and cpu in float32: any bandwidth, any common offset, y and all gradients, also where the true gradient is
-    0.
-
-    Floors are absolute, in norm, term by term.
-    """
+    """sdpa, and cpu in float32: any bandwidth and common offset, also where the true gradient is 0; floors in norm."""
     fields = dict(with_values=with_values, mask=Mask(causal), log_sigma=torch.tensor([sigma, 1.3 * sigma]).log())
     problem = Problem.seeded(f"all+{offset}", (2, 57, 2, 32), dtype, **fields)
     attend = partial(gaussian_attention, causal=causal)
@@ -108,9 +104,7 @@ def test_full_attention_does_not_see_a_common_offset(impl):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("causal,window", MASKS)
 def test_constant_norm_through_the_normalisation(causal, window, dtype):
-    """With heads normalised in front, dropping |x|^2 leaves outputs and gradients (with respect to the raw features)
-    exact.
-    """
+    """Behind a norm of heads, dropping |x|^2 leaves outputs and the gradients of the raw features exact."""
     shape = (2, 63, 2, 32)
     norm = partial(F.rms_norm, normalized_shape=shape[-1:])
     problem = Problem.seeded("normal", shape, dtype, mask=Mask(causal, window), front=norm)

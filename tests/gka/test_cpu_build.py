@@ -117,9 +117,7 @@ def test_a_new_cache_folder_is_private_whatever_the_umask(tmp_path, monkeypatch)
 @needs_compiler
 @pytest.mark.parametrize("damage", [lambda text: b"damaged", lambda text: text[: len(text) // 2]], ids=["text", "half"])
 def test_a_damaged_library_is_named_and_not_loaded(tmp_path, damage):
-    """The system would end a process that reads behind the end of the file. It is not built again: whoever damaged it
-    may do so again.
-    """
+    """Reading behind the file's end would end the process. Nor is it built again: what damaged it may do so again."""
     cache, compiler = tmp_path / "cache", copier(tmp_path)
     assert ask(cache, CXX=f"{compiler} -pipe")[0] == ["cpu 9"]
     (path,) = cache.glob("*.so")

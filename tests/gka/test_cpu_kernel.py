@@ -1,6 +1,4 @@
-"""The CPU kernel in float32 and bfloat16, of own and of foreign keys: the budget for every mask, bit-equal runs,
-strides, NaN and infinity, forks, refusals.
-"""
+"""The CPU kernel in float32 and bfloat16: the budget for every mask, bit-equal runs, NaN, forks, refusals."""
 
 import contextlib
 from dataclasses import replace
@@ -61,33 +59,32 @@ def equal(got, want) -> bool:
     return all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
 
 
-@VALUES
+def keep_to_the_budget(mask, shapes, sizes, dtype=torch.float32, kind="normal"):
+    """y and gradients of self-attention of these shapes and of other keys of these sizes, with own and other values."""
+    for with_values in (False, True):
+        options = dict(causal=mask.causal, window=mask.window, constant_norm=kind == "unit_norm", device="cpu")
+        for shape in shapes:
+            check("cpu", shape, dtype, kind, with_values=with_values, **options)
+        for each in sizes:
+            testing.check(route(mask), foreign(*each, mask, with_values, dtype=dtype, kind=kind))
+
+
 @pytest.mark.parametrize("causal,window", MASKS)
-def test_outputs_and_gradients_keep_to_the_budget(dtype, causal, window, with_values):
-    mask = Mask(causal, window)
-    for shape in SHAPES:
-        check("cpu", shape, dtype, causal=causal, window=window, with_values=with_values, device="cpu")
-    for sizes in (*SIZES, *([(70, 21, 16)] if mask == Mask() else [])):  # fewer keys than queries
-        testing.check(route(mask), foreign(*sizes, mask, with_values, dtype=dtype))
+def test_outputs_and_gradients_keep_to_the_budget(dtype, causal, window):
+    fewer_keys = [] if causal or window is not None else [(70, 21, 16)]
+    keep_to_the_budget(Mask(causal, window), SHAPES, SIZES + fewer_keys, dtype)
 
 
 @pytest.mark.parametrize("head_dim", [1, 8, 15, 16, 17, 31, 32, 33, 64, 96, 127])
 def test_channels_are_padded(dtype, head_dim):
-    for with_values in (False, True):
-        check("cpu", (1, 40, 2, head_dim), dtype, causal=True, with_values=with_values, device="cpu")
-        testing.check(route(Mask(True)), foreign(20, 40, head_dim, Mask(True), with_values, dtype=dtype))
+    keep_to_the_budget(Mask(True), [(1, 40, 2, head_dim)], [(20, 40, head_dim)], dtype)
 
 
 @pytest.mark.parametrize("kind", ["unit_norm", "clusters", "x50", "+50", "all+5", "all+100"])
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.filterwarnings("ignore:gaussian_attention. the features are so long")
 def test_any_features_keep_to_the_budget(dtype, kind, causal):
-    options = dict(kind=kind, causal=causal, device="cpu")
-    check("cpu", (1, 197, 2, 64), dtype, **options)
-    check("cpu", (1, 63, 2, 64), dtype, constant_norm=kind == "unit_norm", **options)
-    for with_values in (False, True):
-        problem = foreign(100, 197, 64, Mask(causal), with_values, dtype=dtype, kind=kind)
-        testing.check(route(Mask(causal)), problem)
+    keep_to_the_budget(Mask(causal), [(1, 197, 2, 64), (1, 63, 2, 64)], [(100, 197, 64)], dtype, kind)
 
 
 @pytest.mark.parametrize("log_sigma", [-LOG_SIGMA_BOUND, -3.0, -1.0, 0.0, 1.0, 4.0, LOG_SIGMA_BOUND])
@@ -104,9 +101,7 @@ def test_any_bandwidth_keeps_to_the_budget(dtype, log_sigma):
 @VALUES
 @pytest.mark.parametrize("log_sigma", [-3.0, -1.0, 0.3, 5.0, 10.0])
 def test_rows_of_foreign_keys_with_one_weight_or_equal_ones_keep_to_the_budget(log_sigma, with_values):
-    """Far keys: what rounding leaves of the sums of M, which are 0, would be multiplied by large distances. Many equal
-    weights: added one after another they would all round one way.
-    """
+    """Rounding leaves something of M's sums, which are 0: times far keys. Sums of many equal weights round one way."""
     for sizes in [(1, 1, 64), (50, 50, 64), (70, 250, 20), (30, 1000, 16)]:
         problem = replace(foreign(*sizes, Mask(), with_values), log_sigma=torch.full((2,), log_sigma))
         testing.check(attend, problem)
@@ -202,9 +197,7 @@ def test_weights_of_foreign_keys_are_rounded_and_not_cut_off(bfloat16):
 @VALUES
 @pytest.mark.parametrize("causal", [False, True])
 def test_runs_are_equal_to_the_bit(dtype, threads, causal, with_values):
-    """Heads fewer than threads, whose queries are then split, and more. In bfloat16 for any number of threads, in
-    float32 for the same number.
-    """
+    """Few heads, whose queries are split, and more. bfloat16: any number of threads; float32: the same number."""
     for batch, queries, keys, log_sigma in [
         (1, 301, 0, make_log_sigma(2, 32)),
         (5, 70, 0, make_log_sigma(2, 32)),
@@ -223,10 +216,8 @@ def test_runs_are_equal_to_the_bit(dtype, threads, causal, with_values):
 @pytest.mark.parametrize("causal,window", MASKS[:4])
 def test_split_heads_keep_to_the_budget(threads, count, causal, window):
     threads(count)
-    check("cpu", (1, 301, 1, 32), causal=causal, window=window, device="cpu")
-    check("cpu", (1, 99, 3, 16), causal=causal, window=window, with_values=True, device="cpu")
     mask = Mask(causal, window)
-    testing.check(route(mask), foreign(100, 301, 16, mask, with_values=True))
+    keep_to_the_budget(mask, [(1, 301, 1, 32), (1, 99, 3, 16)], [(100, 301, 16)])
     testing.check(route(mask), foreign(2, 900, 16, mask, with_values=False, with_gradients=False))
 
 
@@ -295,9 +286,9 @@ def test_what_has_no_kernel_of_its_own_is_computed_in_float32(dtype, monkeypatch
     """float16, and all without products of bfloat16: as if the caller had converted, y and gradients rounded once."""
     monkeypatch.setattr(call, "has_bfloat16", lambda: False)
     for queries, keys, values in [(40, 0, 0), (40, 0, 40), (40, 40, 0), (1, 40, 0)]:
-        sizes = dict(x=queries, keys=keys, values=values, grad_y=queries)
-        tensors = {name: make_features("normal", (1, n, 2, 20), dtype, n) for name, n in sizes.items() if n}
-        trained = Problem(log_sigma=make_log_sigma(2, 20), **tensors)
+        sizes = dict(x=queries, keys=keys, values=values, grad_y=queries).items()
+        drawn = {name: make_features("normal", (1, n, 2, 20), dtype, seed) for seed, (name, n) in enumerate(sizes)}
+        trained = Problem(log_sigma=make_log_sigma(2, 20), **{name: t for name, t in drawn.items() if t.numel()})
         for case in (trained, replace(trained, grad_y=None)):
             assert select_impl(case.x, keys=case.keys, values=case.values) == "cpu"
             got, want = (testing.run(attend, each).named() for each in (case, case.map(torch.Tensor.float)))

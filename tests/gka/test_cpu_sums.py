@@ -132,9 +132,7 @@ def test_an_infinite_value_gives_an_infinite_mean(bad):
 @pytest.mark.parametrize("number", [1, 4])
 @pytest.mark.parametrize("mask", [Mask(), Mask(causal=True), Mask(window=40), Mask(causal=True, window=40)], ids=str)
 def test_dlog_sigma_has_what_eps_adds_to_the_sums_of_m(mask, number, threads):
-    """M of a query adds up to eps g.y, which the mean exponent is multiplied by; with a large eps that shows. With two
-    heads for four threads a head is computed in parts.
-    """
+    """M of a query adds up to eps g.y, times the mean exponent: a large eps shows it, also in parts of heads."""
     threads(number)
     case = Problem.seeded("clusters", (1, 331, 2, 24), mask=mask, eps=3.0)  # several blocks, the last not full
     case = replace(case, log_sigma=torch.tensor([0.6, 1.3]))

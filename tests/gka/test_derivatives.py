@@ -27,46 +27,41 @@ def random(*shape, seed=0):
 
 
 class Problem:
-    """x, keys, values and log_sigma as four tensors, and which of them are one argument."""
+    """The operator's arguments by name, and the one that each of x, keys, values and log_sigma comes from: directions
+    of one are equal, gradients add up.
+    """
 
     def __init__(self, case: str, causal: bool, batch: int = 2):
-        self.causal, self.foreign = causal, case == "keys with the queries"
+        foreign, own_values = case == "keys with the queries", case == "own values"
         x = random(batch, 5, 2, 3)
         x = x if case == "distinct tokens" else x[:, REPEATED]
-        keys = torch.cat([random(batch, 3, 2, 3, seed=1), x], dim=1) if self.foreign else x
-        self.own_values = case == "own values"
-        values = keys if self.own_values else random(*keys.shape, seed=2)
-        self.eps = 0.0 if self.foreign else 1e-3
-        self.tensors = x, keys, values, torch.tensor([-0.2, 0.4], dtype=torch.float64)
-        self.grad_y = random(*x.shape, seed=3)
-        # The argument each of the four comes from: directions of one are equal, gradients add up.
-        self.sources = (0, 1 if self.foreign else 0, (1 if self.foreign else 0) if self.own_values else 2, 3)
-        self.arguments = [self.tensors[n] for n in sorted(set(self.sources))]
-        self.directions = [random(*t.shape, seed=4 + n) for n, t in enumerate(self.arguments)]
+        self.arguments = {"x": x, "log_sigma": torch.tensor([-0.2, 0.4], dtype=torch.float64)}
+        if foreign:
+            self.arguments["keys"] = torch.cat([random(batch, 3, 2, 3, seed=1), x], dim=1)
+        keys = "keys" if foreign else "x"
+        if not own_values:
+            self.arguments["values"] = random(*self.arguments[keys].shape, seed=2)
+        self.sources = "x", keys, keys if own_values else "values", "log_sigma"
+        self.options = dict(causal=causal, eps=0.0 if foreign else 1e-3)
+        self.grad_y, seeds = random(*x.shape, seed=3), range(4, 8)
+        self.directions = [random(*t.shape, seed=seed) for t, seed in zip(self.tensors, seeds)]
 
-    def function(self, *arguments):
-        x, keys, values, log_sigma = self._spread(arguments)
-        options = dict(keys=keys if self.foreign else None, values=None if self.own_values else values)
-        return gaussian_attention(x, log_sigma, causal=self.causal, eps=self.eps, impl="reference", **options)
+    @property
+    def tensors(self):
+        return list(self.arguments.values())
 
-    def _spread(self, arguments):
-        order = sorted(set(self.sources))
-        return [arguments[order.index(source)] for source in self.sources]
+    def function(self, *tensors):
+        return gaussian_attention(impl="reference", **self.options, **dict(zip(self.arguments, tensors)))
+
+    def four(self, tensors):
+        """x, keys, values and log_sigma of tensors like the arguments, for the explicit sums."""
+        named = dict(zip(self.arguments, tensors))
+        return [named[source].numpy() for source in self.sources]
 
     def gather(self, four):
         """What the explicit sums say of each argument."""
-        return [
-            sum(torch.from_numpy(t) for t, source in zip(four, self.sources, strict=True) if source == n)
-            for n in sorted(set(self.sources))
-        ]
-
-    @property
-    def explicit(self):
-        return dict(tensors=[t.numpy() for t in self.tensors], causal=self.causal, eps=self.eps)
-
-    @property
-    def explicit_directions(self):
-        return [t.numpy() for t in self._spread(self.directions)]
+        pairs = list(zip(self.sources, map(torch.from_numpy, four), strict=True))
+        return [sum(t for source, t in pairs if source == name) for name in self.arguments]
 
 
 @pytest.fixture(params=CASES)
@@ -84,14 +79,13 @@ def close(got, want):
 
 
 def test_derivatives_in_every_mode(problem):
-    """First ones in reverse and forward mode; second ones in reverse over reverse, forward over reverse, reverse over
-    forward and nested forward.
-    """
+    """First and second ones, in reverse and forward mode and each over the other."""
     grad_y, directions = problem.grad_y, tuple(problem.directions)
-    explicit, by, along = problem.explicit, dict(grad_y=grad_y.numpy()), dict(directions=problem.explicit_directions)
-    tangent = torch.from_numpy(explicit_sums.tangent(**along, **explicit))
-    gradients = problem.gather(explicit_sums.gradients(**by, **explicit))
-    curvature = problem.gather(explicit_sums.curvature(**along, **by, **explicit))
+    along, by = dict(directions=problem.four(directions), **problem.options), dict(grad_y=grad_y.numpy())
+    tensors = problem.four(problem.tensors)
+    tangent = torch.from_numpy(explicit_sums.tangent(tensors, **along))
+    gradients = problem.gather(explicit_sums.gradients(tensors, **problem.options, **by))
+    curvature = problem.gather(explicit_sums.curvature(tensors, **along, **by))
 
     def loss(*tensors):
         return (problem.function(*tensors) * grad_y).sum()
@@ -99,13 +93,13 @@ def test_derivatives_in_every_mode(problem):
     def slope(*tensors):
         return torch.func.jvp(loss, tensors, directions)[1]
 
-    leaves = [t.clone().requires_grad_() for t in problem.arguments]
+    leaves = [t.clone().requires_grad_() for t in problem.tensors]
     by_autograd = torch.autograd.grad(loss(*leaves), leaves, create_graph=True)
     close(by_autograd, gradients)
     along = sum((g * d).sum() for g, d in zip(by_autograd, directions, strict=True))
     close(torch.autograd.grad(along, leaves), curvature)
 
-    arguments, indices = tuple(problem.arguments), tuple(range(len(directions)))
+    arguments, indices = tuple(problem.tensors), tuple(range(len(directions)))
     close([torch.func.jvp(problem.function, arguments, directions)[1]], [tangent])
     close(torch.func.jvp(torch.func.grad(loss, indices), arguments, directions)[1], curvature)
     close(torch.func.grad(slope, indices)(*arguments), curvature)
@@ -185,7 +179,7 @@ def test_sdpa_has_double_backward_without_its_fused_kernels():
 def test_gradgradcheck_with_repeated_tokens(case, causal):
     """Against finite differences, of one sequence; forward over reverse by dual numbers and batched gradients too."""
     problem = Problem(case, causal, batch=1)
-    leaves = tuple(t.clone().requires_grad_() for t in problem.arguments)
+    leaves = tuple(t.clone().requires_grad_() for t in problem.tensors)
     assert torch.autograd.gradcheck(problem.function, leaves, check_forward_ad=True, check_batched_grad=True)
     assert torch.autograd.gradgradcheck(problem.function, leaves, check_fwd_over_rev=True, check_batched_grad=True)
 
@@ -211,9 +205,7 @@ class Largest(TorchDispatchMode):
 
 
 def test_training_with_the_reference_takes_matrices_and_nothing_larger():
-    """ViT-Ti's attention on a few images: no tensor has more than B H T T numbers, forward or backward, where
-    differences would have D times that.
-    """
+    """No tensor has more than B H T T numbers, forward or backward, where differences would have D times that."""
     x = testing.make_features("normal", (2, 197, 3, 64)).requires_grad_()
     log_sigma = torch.zeros(3, requires_grad=True)
     with Largest() as largest:
@@ -233,9 +225,7 @@ def test_the_kernel_has_the_operators_layout():
 
 
 def test_distances_do_not_cancel():
-    """Tokens a millionth apart, a thousand from the origin: the distance has all its digits, equal tokens have none
-    between them.
-    """
+    """Tokens a millionth apart, a thousand from the origin: the distance has all its digits."""
     a = torch.full((1, 4), 1024.0) + torch.tensor([[0.0], [2.0**-13], [0.0]])
     want = torch.tensor([[0.0, 1.0, 0.0], [1.0, 0.0, 1.0], [0.0, 1.0, 0.0]]) * 4 * 2.0**-26
     assert torch.equal(squared_distances(a, a), want)

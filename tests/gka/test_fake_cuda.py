@@ -1,6 +1,4 @@
-"""torch's fake tensors on a CUDA device, as tracing and export use them where there is no GPU: what is chosen, and the
-shapes, dtypes and devices of what comes out.
-"""
+"""torch's fake tensors on a CUDA device, as tracing and export use them without a GPU: choices and shapes."""
 
 import pytest
 import torch

@@ -1,6 +1,4 @@
-"""The layer as a user plugs it in: against a loop over heads in float64, under padding, masks and context, in other
-dtypes, and under what compiles, traces and shards it.
-"""
+"""The layer: against a loop over heads in float64, under padding, masks and context, in other dtypes, compiled."""
 
 import pytest
 import torch

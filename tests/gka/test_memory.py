@@ -26,9 +26,7 @@ def draw(device, seed=0, dtype=torch.float32):
 
 
 def views(device, dtype):
-    """Features whose memory is not (B, T, H, D) in order: a slice of wider tokens, heads first, every other token,
-    channels apart, channels before tokens.
-    """
+    """Features in wider tokens, heads first, every other token, channels apart, channels before tokens."""
     wide, tokens, apart = (
         torch.full(shape, float("nan"), device=device, dtype=dtype)
         for shape in ((2, 19, 3, 16), (2, 40, 2, 16), (2, 19, 2, 32))

@@ -155,14 +155,14 @@ def test_padding_is_as_if_it_were_not_there(kind, form, impl):
             assert not any(got[name][2].any() for name in ("y", "dx") if name in got)
 
 
-@pytest.mark.parametrize("kind,window", [("anywhere", 7), ("lengths", None)])
-def test_padding_combines_with_other_masks_and_a_window_counts_tokens(kind, window):
+@pytest.mark.parametrize("kind,causal,window", [("anywhere", True, 7), ("lengths", True, None), ("left", False, None)])
+def test_padding_combines_with_other_masks_and_a_window_counts_tokens(kind, causal, window):
     """In W too."""
     arguments, padding = padded(kind)
     problem = Problem.seeded("normal", SHAPE, torch.float64, with_values=True)
     x, values, log_sigma = problem.x, problem.values, problem.log_sigma.double()
     mask = torch.rand(1, 2, SHAPE[1], SHAPE[1], generator=torch.Generator().manual_seed(1)) < 0.9
-    options = dict(causal=True, window=window)
+    options = dict(causal=causal, window=window)
     got = gaussian_attention(x, log_sigma, values=values, attn_mask=mask, impl="sdpa", **options, **arguments)
     weights = gaussian_weights(x, log_sigma, attn_mask=mask, **options, **arguments)
     torch.testing.assert_close(torch.einsum("bhij,bjhd->bihd", weights, values), got, rtol=1e-10, atol=1e-10)

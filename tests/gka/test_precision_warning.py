@@ -1,6 +1,4 @@
-"""The warning where float32 cannot resolve the features, and what it may cost: nothing on an accelerator or in a
-graph.
-"""
+"""The warning where float32 cannot resolve the features; it costs nothing on an accelerator or in a graph."""
 
 import math
 import warnings

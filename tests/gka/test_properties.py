@@ -79,10 +79,7 @@ def test_changing_the_future_changes_nothing_before_it(impl, p, split):
 @settings(max_examples=10)
 @given(p=problems)
 def test_wide_and_narrow_limits(impl, p):
-    """sigma -> infinity is the mean of what is visible; sigma -> 0 is the token itself.
-
-    Extreme log_sigma stays finite.
-    """
+    """sigma -> infinity is the mean of what is visible, sigma -> 0 the token itself; extremes stay finite."""
     x, log_sigma, mask = build(p)
     visible = Mask(**mask).dense(x.shape[1], x.shape[1], x.device).float()
     mean = torch.einsum("ij,bjhd->bihd", visible / visible.sum(-1, keepdim=True), x)

@@ -133,9 +133,7 @@ def test_a_clamped_bandwidth_learns_nothing():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("causal,with_values", [(False, False), (True, True)])
 def test_bandwidths_too_small_for_float32(dtype, causal, with_values):
-    """|x|^2 / sigma^2 around 1e9: rounding loses K_ii = 1, and rows come back as what they are in the limit;
-    gradients stay finite.
-    """
+    """|x|^2 / sigma^2 around 1e9: rounding loses K_ii = 1, rows are those of the limit, gradients stay finite."""
     x, log_sigma = features("normal", (1, 100, 2, 64), dtype), torch.full((2,), -8.5, device=DEVICE)
     values = features("normal", (1, 100, 2, 64), dtype, 1) if with_values else None
     route = partial(gaussian_attention, causal=causal, impl="triton")

@@ -22,14 +22,8 @@ pytestmark = pytest.mark.gpu
 
 DEIT = (4, 197, 3, 64)
 GPT = (1, 1024, 2, 128)
-SHAPES = [
-    (DEIT, False, None),
-    (GPT, True, None),
-    (GPT, True, 300),
-    ((2, 333, 2, 32), True, 50),
-    ((2, 300, 2, 96), False, None),
-    ((1, 600, 2, 64), False, 77),
-]
+SHAPES = [(DEIT, False, None), (GPT, True, None), (GPT, True, 300), ((2, 333, 2, 32), True, 50)]
+SHAPES += [((2, 300, 2, 96), False, None), ((1, 600, 2, 64), False, 77)]
 
 
 def seeded(shape, dtype, causal, window, with_values, constant_norm=False):
@@ -65,10 +59,8 @@ def test_no_less_accurate_than_flash_attention(shape, causal, window, dtype, wit
     limits = flash_errors(problem.x, problem.grad_y, causal)
     limits = {"y": limits["y"], "dx": limits["dx"], "dvalues": limits["dx"]}
     if constant_norm:  # the norms are constant up to the rounding of the features
-        limits = {
-            name: limit + torch.finfo(dtype).eps * shape[3] / problem.log_sigma.mul(2).exp().min().item()
-            for name, limit in limits.items()
-        }
+        rounding = torch.finfo(dtype).eps * shape[3] / problem.log_sigma.mul(2).exp().min().item()
+        limits = {name: limit + rounding for name, limit in limits.items()}
     for name, limit in limits.items():
         if (value := getattr(got, name)) is not None:
             assert testing.error(value, getattr(want, name)) <= 2 * limit, name
@@ -126,9 +118,7 @@ def test_decoding_from_a_long_cache(batch, constant_norm):
 
 
 def test_compiles_to_cuda_graphs():
-    """mode="max-autotune", as the benchmarks and trainers use it: the same gradients as uncompiled, in several
-    replays.
-    """
+    """mode="max-autotune", as benchmarks and trainers use it: the gradients of uncompiled code, in replays."""
     layer = GaussianKernelAttention(128, 2, impl="triton").cuda().bfloat16()
     compiled = torch.compile(layer, mode="max-autotune", fullgraph=True)
     for seed in range(5):
@@ -141,9 +131,7 @@ def test_compiles_to_cuda_graphs():
 
 
 def test_lengths_do_not_recompile():
-    """A new sequence length, window or batch size costs no compilation beyond the few specialisations of its
-    divisibility and its tail.
-    """
+    """A new length, window or batch costs no compilation beyond those of its divisibility and tail."""
     log_sigma = torch.zeros(2, device="cuda")
 
     def run(length, window):

@@ -1,8 +1,4 @@
-"""Models train with the Triton kernels as with the literal reference: the same weights and batches give the same
-losses.
-
-Six steps in `make test`; 200 where there is a GPU (`make test-gpu`) or with `-m slow`.
-"""
+"""Models train with Triton as with the reference: six steps, or 200 on a GPU and with `-m slow`."""
 
 import functools
 
@@ -24,10 +20,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:(divide by zero|invalid value|ov
 
 
 def check(model_of, batches, lr: float) -> None:
-    """The losses of every step are equal but for float32's rounding.
-
-    Every batch is new: training on few again and again would magnify rounding without bound.
-    """
+    """Losses are equal but for float32's rounding. Every batch is new: repeating few would magnify rounding."""
     curves = []
     for impl in ("triton", "reference"):
         torch.manual_seed(1)

@@ -24,7 +24,7 @@ S = torch.zeros(3)
 HIDDEN = torch.randn(2, 5, 32)
 IMPLS = "impl must be one of auto, reference, triton, cpu, flex, sdpa, got 'cuda'"
 attend, layer, baseline = gaussian_attention, GaussianKernelAttention, dot_product_attention
-multihead = GaussianMultiheadAttention
+multihead, literal = GaussianMultiheadAttention, partial(gaussian_attention, impl="reference")  # checks at the door
 PADDING, TABLES = torch.zeros(2, 5, dtype=torch.bool), (torch.ones(30, 8), torch.ones(30, 8))
 decode = partial(decode_attention, X[:, :2], S, torch.randn(2, 30, 3, 16))
 
@@ -71,8 +71,8 @@ CASES = [  # the error, its words, and a call
     (TypeError, r"lengths must be a torch.Tensor of shape \(B,\), got list", lambda: attend(X, S, lengths=[5, 3])),
     (TypeError, "lengths must be int64 or int32, got torch.float32", lambda: attend(X, S, lengths=torch.ones(2))),
     (ValueError, r"lengths must have shape \(B,\) = \(2,\), got \(3,\)", lambda: attend(X, S, lengths=torch.arange(3))),
-    (ValueError, r"lengths .* 0 to .*, 5, got \[6, 3\]", lambda: attend(X, S, lengths=torch.tensor([6, 3]))),
-    (ValueError, r"lengths .* 0 to .*, 5, got \[5, -1\]", lambda: attend(X, S, lengths=torch.tensor([5, -1]))),
+    (ValueError, r"lengths .* 0 to .*, 5, got \[6, 3\]", lambda: literal(X, S, lengths=torch.tensor([6, 3]))),
+    (ValueError, r"lengths .* 0 to .*, 5, got \[5, -1\]", lambda: literal(X, S, lengths=torch.tensor([5, -1]))),
     (TypeError, "key_padding_mask must be bool, True for", lambda: attend(X, S, key_padding_mask=PADDING.float())),
     (ValueError, r"key_padding_mask .* = \(2, 5\)", lambda: attend(X, S, key_padding_mask=PADDING[:, :4])),
     (ValueError, "give one of", lambda: attend(X, S, key_padding_mask=PADDING, lengths=torch.tensor([5, 5]))),

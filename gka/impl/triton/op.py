@@ -109,13 +109,13 @@ def _(x, keys, values, log_sigma, lengths, before, after, constant_norm, eps):
     schema="(Tensor grad_y, Tensor x, Tensor? keys, Tensor? values, Tensor log_sigma, Tensor? lengths, Tensor y, "
     "Tensor level, Tensor norm, SymInt before, SymInt after, bool constant_norm) -> Tensor[]",
 )
-def attend_backward(grad_y, x, *inputs):
+def attend_backward(grad_y, x, keys, values, log_sigma, lengths, y, level, norm, before, after, constant_norm):
     """[dx, dlog_sigma] and, if they are not x, dkeys, dvalues."""
     from gka.impl.triton.launch import backward
 
-    gradients = gradients_like(x, *inputs[:3])
+    gradients, features = gradients_like(x, keys, values, log_sigma), (x, keys, values, log_sigma, lengths)
     with torch.cuda.device_of(x):
-        backward(grad_y, x, *inputs, bound=LOG_SIGMA_BOUND, gradients=gradients)
+        backward(grad_y, *features, y, level, norm, before, after, constant_norm, LOG_SIGMA_BOUND, gradients)
     return gradients
 
 
