@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Annotated
 
 from nanochat_gka.data import SPLITS, builtin, fineweb, own_text
-from nanochat_gka.data.corpora import COLUMN, NOTE, claim, link_files, source_of, top_parquet
+from nanochat_gka.data.corpora import COLUMN, claim, link_files, source_of, top_parquet
 from trainkit_gka.cli import run
 from trainkit_gka.files import locked, remove_stale_temporaries
 
@@ -38,50 +38,29 @@ class CorpusConfig:
 def main(config: CorpusConfig) -> None:
     path = None if config.source in ("builtin", "fineweb") else Path(config.source)
     out = config.out or Path("out/corpus") / (path.absolute().name if path else config.source)
-    if path and config.text_column == COLUMN and own_text.is_corpus(path):
-        link_corpus(path, out)
+    source, text = str(path.absolute()) if path else config.source, None
+    is_corpus = path and config.text_column == COLUMN and own_text.is_corpus(path)
+    if is_corpus and out.resolve() == path.resolve():
+        print(f"{out}: already a corpus")
         return
-    text = own_text.find(path, out) if path else None
+    if is_corpus:  # the rows of FineWeb-Edu differ from those of other text, wherever its shards are
+        source = source_of(path) or source
+    elif path:
+        text = own_text.TextSource(path, out, config.text_column)
     with locked(out, "writing"):
         remove_stale_temporaries(out)
-        claim(out, str(path.absolute()) if path else config.source)
-        if text:
-            own_text.write(text, out, config.text_column)
+        claim(out, source)
+        if is_corpus:
+            link_files(path, top_parquet(path), out)
+            print(f"{out}: links to the parquet files of {path}")
+        elif text:
+            text.write()
         elif config.source == "fineweb":
-            fetch_fineweb(out, config.num_shards, config.downloads or out)
+            fineweb.fetch(out, config.num_shards, config.downloads or out)
         elif len(list(out.glob("*.parquet"))) == len(SPLITS):
             print(f"{out}: already there")
         else:
             builtin.write(out)
-
-
-def link_corpus(folder: Path, out: Path) -> None:
-    """Make `out` a corpus of links to the parquet files of `folder`, which is a corpus already."""
-    if out.resolve() == folder.resolve():
-        print(f"{out}: already a corpus")
-        return
-    names = top_parquet(folder)
-    with locked(out, "writing"):
-        # The rows of FineWeb-Edu differ from those of other text, wherever its shards are.
-        claim(out, source_of(folder) if (folder / NOTE).exists() else str(folder.absolute()))
-        link_files(folder, names, out)
-    print(f"{out}: links to the {len(names):,} parquet files of {folder}")
-
-
-def fetch_fineweb(out: Path, num_shards: int, downloads: Path) -> None:
-    """Fetch the shards that are in neither `out` nor `downloads` into `downloads`, and link them from `out`."""
-    names = fineweb.shard_names(num_shards)
-    if all((out / name).exists() for name in names):
-        print(f"{out}: already there, {num_shards:,} shards")
-        return
-    if out.resolve() == downloads.resolve():
-        fineweb.download(out, num_shards)
-        return
-    with locked(downloads, "writing"):
-        remove_stale_temporaries(downloads)
-        claim(downloads, "fineweb")
-        fineweb.download(downloads, num_shards)
-    link_files(downloads, names, out)
 
 
 if __name__ == "__main__":

@@ -67,7 +67,6 @@ def measure_splits(config: EvaluateConfig, runtime: Runtime, loaded: Loaded) -> 
     size = config.device_batch_size
     if size == "auto":
         size = rows_at_once(loaded.model.config, runtime.device, training=False)
-    data.warn_of_rows(config.eval_rows, config.split_tokens, runtime.print)
     label = data.name_rows(config.split_tokens, config.eval_rows)
     bpb = of_both_splits(loaded.model, data, config.split_tokens, config.eval_rows, runtime, size)
     for split in SPLITS:

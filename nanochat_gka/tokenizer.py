@@ -6,7 +6,7 @@ python -m nanochat_gka.tokenizer --corpus out/corpus/fineweb --out out/tokenizer
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from nanochat_gka.data.corpora import ParquetCorpus, file_changes, fingerprint
 from nanochat_gka.data.shards import start_anew
@@ -37,8 +37,7 @@ class TokenizerConfig:
 
 def main(config: TokenizerConfig) -> None:
     corpus = ParquetCorpus(config.corpus)
-    for remark in corpus.remarks():
-        print(remark)
+    corpus.print_remarks()
     files = fingerprint(corpus.files("train"))
     recipe = {key: getattr(config, key) for key in FLAGS}
     recipe |= {"corpus": files["source"], "checksums": files["checksums"]}
@@ -51,8 +50,7 @@ def main(config: TokenizerConfig) -> None:
         tokenizer = Tokenizer.train(training_documents(corpus, config.doc_cap, config.max_chars), config.vocab_size)
         tokenizer.save(config.out)
         if tokenizer.vocab_size < config.vocab_size:
-            few = f"the text has no more pairs of tokens to merge: {tokenizer.vocab_size:,} tokens"
-            print(f"{few} in place of --vocab-size {config.vocab_size:,}")
+            print(f"the text has too few pairs of tokens to merge for --vocab-size {config.vocab_size:,}")
         sample = next(corpus.documents("val"), "")
         ratio = len(sample.encode()) / max(1, len(tokenizer.encode(sample)))
         print(f"{config.out}: vocabulary {tokenizer.vocab_size}, {ratio:.2f} bytes per token on a validation document")
@@ -60,31 +58,27 @@ def main(config: TokenizerConfig) -> None:
 
 def training_documents(corpus: ParquetCorpus, doc_cap: int, max_chars: int) -> Iterator[str]:
     """Training documents cut to `doc_cap` characters, up to the one that takes the sum above `max_chars` (-1 = all)."""
-    total = 0
+    total, limit = 0, max_chars if max_chars > 0 else None
     with progress_bar() as bar:
-        limit = max_chars if max_chars > 0 else None
         task = bar.add_task("reading text for the tokenizer", total=limit, status="characters")
         for document in corpus.documents("train"):
             total += len(document[:doc_cap])
             bar.update(task, completed=total)
             yield document[:doc_cap]
-            if 0 < max_chars < total:
+            if limit and total > limit:
                 break
 
 
-def _check_recipe(out: Path, recipe: dict) -> None:
+def _check_recipe(out: Path, recipe: dict[str, Any]) -> None:
     """Raise UserError if the tokenizer in `out` was not trained by `recipe`."""
-    advice = start_anew(out)
-    try:
-        previous = read_json(out / RECIPE, "recipe")
-    except UserError:
-        problem = "holds a tokenizer and nothing that says what it was trained on"
-        raise UserError(f"{out} {problem}; {advice}") from None
+    if not (out / RECIPE).exists():
+        raise UserError(f"{out} holds a tokenizer and nothing that says what it was trained on; {start_anew(out)}")
+    previous = read_json(out / RECIPE, "recipe")
     differences = [f"{flag_of(key)} {previous.get(key)}" for key in FLAGS if previous.get(key) != recipe[key]]
     if changes := file_changes(previous, recipe, "corpus"):
         differences.append(f"other corpus files: {changes}")
     if differences:
-        raise UserError(f"{out} holds a tokenizer trained with {differences[0]}; {advice}")
+        raise UserError(f"{out} holds a tokenizer trained with {differences[0]}; {start_anew(out)}")
 
 
 if __name__ == "__main__":

@@ -257,7 +257,6 @@ class Trainer(BaseTrainer):
             rows = f"{len(self.stream.rows):,} training rows are read {epochs:,.0f} times"
             say(f"warning: the {rows}, and will be known by heart: give more text, or lower --num-iterations")
         say(f"rows of a step, for this process: {len(runtime.share(self.rows))}, at most {self.batch_size} at once")
-        self.data.warn_of_rows(config.eval_rows, config.eval_tokens, say)
         if note := hardware.slow_bfloat16(self.model.dtype, runtime.device):
             say(note)
         if self.state["muon_through_float32"]:

@@ -1,16 +1,11 @@
 """The built-in corpus: CPython's own documentation, which needs no network."""
 
 import ast
-import hashlib
 import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
 
-import pyarrow as pa
-import pyarrow.parquet as pq
-
-from nanochat_gka.data import SPLITS
-from nanochat_gka.data.corpora import ROW_GROUP
+from nanochat_gka.data.corpora import split_by_checksum, write_documents
 from trainkit_gka.files import atomic
 
 VAL_FRACTION = 16  # one text in 16 is held out
@@ -22,15 +17,10 @@ EXCLUDED = {"test", "tests", "idlelib", "site-packages", "lib2to3", "__pycache__
 
 def write(folder: Path) -> None:
     """Write two parquet files, training and validation. Whole texts are dealt by hash, so that no text is in both."""
-    splits: dict[str, list[str]] = {split: [] for split in SPLITS}
-    for text in read_texts():
-        held_out = int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "big") % VAL_FRACTION == 0
-        splits["val" if held_out else "train"] += _cut(text)
-    for index, split in enumerate(SPLITS):
-        with atomic(folder / f"shard_{index:05d}.parquet") as temporary:
-            pq.write_table(pa.table({"text": splits[split]}), temporary, row_group_size=ROW_GROUP, compression="zstd")
-        size = sum(len(document.encode()) for document in splits[split])
-        print(f"{split}: {len(splits[split])} documents, {size / 1e6:.2f} MB")
+    documents = ((split_by_checksum(text, VAL_FRACTION), document) for text in read_texts() for document in _cut(text))
+    with atomic(folder / "shard_00000.parquet") as train, atomic(folder / "shard_00001.parquet") as val:
+        for split, file in write_documents(documents, {"train": train, "val": val}).items():
+            print(f"{split}: {file.documents:,} documents, {file.chars:,} characters")
 
 
 def read_texts() -> list[str]:

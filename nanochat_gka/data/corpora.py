@@ -4,16 +4,15 @@ Where file names say which are for training and which for validation, they decid
 order, the last one is the validation split and the others are training, as in nanochat, unless its name says train.
 """
 
+import contextlib
 import hashlib
 import io
 import os
 import re
 import shlex
-from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from itertools import islice
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
@@ -26,6 +25,7 @@ from trainkit_gka.files import read_json, write_json
 COLUMN = "text"
 NOTE = "source.json"  # of what a corpus that we made is made of
 ROW_GROUP = 1024  # documents, as in nanochat's shards
+GROUP_BYTES = 2**24  # of documents that are held in memory until they are written
 DOCUMENT_BATCH = 128  # documents that nanochat's loader tokenises at once
 BUFFER = 2**20  # bytes of a file that are read at once
 SAMPLES, SAMPLE = 16, 2**16  # blocks and their bytes, in a checksum that is quick for any file
@@ -35,35 +35,32 @@ SPLIT_NAMES = {"train": "train", "training": "train", "test": "test", "testing":
 SPLIT_NAMES.update(dict.fromkeys(("val", "valid", "validation", "dev"), "val"))
 
 
-@dataclass(frozen=True)
 class ParquetCorpus:
-    """A folder of parquet files.
+    """A folder of parquet files. splits: the names of the files of "train" and "val".
 
     Raises UserError if the folder is absent or has fewer than two files, if a file is unreadable or has no text in its
     column, or if a split has none.
     """
 
-    folder: Path
-
-    def __post_init__(self):
-        if not self.folder.exists():
-            raise UserError(f"corpus folder not found: {self.folder} (python -m nanochat_gka.corpus makes one)")
-        if len(top_parquet(self.folder)) < 2:
-            rule = "needs at least two .parquet files (the last by name is the validation split)"
-            command = f"python -m nanochat_gka.corpus --source {shlex.quote(str(self.folder))} --out FOLDER"
-            advice = f"other files of text become such a folder by: {command}"
-            raise UserError(f"{self.folder} {rule}, found {len(top_parquet(self.folder))}; {advice}")
-        last = self.files("val")[-1].name
-        if _named_split(PurePosixPath(last)) == "train":
+    def __init__(self, folder: Path):
+        if not folder.exists():
+            raise UserError(f"corpus folder not found: {folder} (python -m nanochat_gka.corpus makes one)")
+        names = top_parquet(folder)
+        command = f"python -m nanochat_gka.corpus --source {shlex.quote(str(folder))} --out FOLDER"
+        if len(names) < 2:
+            rule = f"needs at least two .parquet files (the last by name is the validation split), found {len(names)}"
+            raise UserError(f"{folder} {rule}; other files of text become such a folder by: {command}")
+        self.folder, self.splits = folder, deal(names)
+        last = self.splits["val"][-1]
+        if _split_in_name(last) == "train":
             rule = f"{last} is the last file and would be held out, but its name says train"
-            command = f"python -m nanochat_gka.corpus --source {shlex.quote(str(self.folder))} --out FOLDER"
-            raise UserError(f"{self.folder}: {rule}; 1 % of the text is held out by: {command}")
+            raise UserError(f"{folder}: {rule}; 1 % of the text is held out by: {command}")
         for path in self.paths():
             open_parquet(path)
-        for split in SPLITS:
+        for split, names in self.splits.items():
             if not any(self.documents(split)):
-                names = ", ".join(path.name for path in self.files(split))
-                raise UserError(f"{self.folder} has no text for the {split} split: column {COLUMN} of {names} is empty")
+                empty = f"column {COLUMN} of {first_names(names)} is empty"
+                raise UserError(f"{folder} has no text for the {split} split: {empty}")
 
     def paths(self) -> list[Path]:
         """The files of both splits in name order."""
@@ -71,7 +68,7 @@ class ParquetCorpus:
 
     def files(self, split: str) -> list[Path]:
         """The files of "train" or "val"."""
-        return [self.folder / name for name in deal(top_parquet(self.folder))[split]]
+        return [self.folder / name for name in self.splits[split]]
 
     def documents(self, split: str) -> Iterator[str]:
         """The split's documents in order, without empty ones."""
@@ -79,26 +76,14 @@ class ParquetCorpus:
             for batch in document_batches(path):
                 yield from filter(None, batch)
 
-    def remarks(self) -> list[str]:
-        """Notes for the commands that read it: files that are not read, and how much is held out, if it is much."""
-        names, notes = top_parquet(self.folder), []
+    def print_remarks(self) -> None:
+        """Print which files are not read, and how much the last one is, if it is held out and is much."""
+        names = top_parquet(self.folder)
         if ignored := len(names) - len(self.paths()):
-            notes.append(f"{self.folder}: {ignored} parquet files are in no split, by their names, and are not read")
+            print(f"{self.folder}: {ignored} parquet files are in no split, by their names, and are not read")
         sizes = [(self.folder / name).stat().st_size for name in names]
-        if not named_splits(names) and sizes[-1] > MUCH_HELD_OUT * sum(sizes):
-            share = f"{sizes[-1] / sum(sizes):.0%} of the bytes"
-            notes.append(f"{self.folder}: the last file is held out, {names[-1]}: {share}")
-        return notes
-
-
-def suffixes(names: Iterable[str]) -> Counter[str]:
-    """How often each suffix is among the names of files."""
-    return Counter(Path(name).suffix.lower() or "without suffix" for name in names)
-
-
-def counted(number: Counter[str]) -> str:
-    """In words: "1 .md, 2 .pdf"."""
-    return ", ".join(f"{count:,} {name}" for name, count in sorted(number.items()))
+        if self.splits["val"] == names[-1:] and sizes[-1] > MUCH_HELD_OUT * sum(sizes):
+            print(f"{self.folder}: the last file is held out, {names[-1]}: {sizes[-1] / sum(sizes):.0%} of the bytes")
 
 
 def top_parquet(folder: Path) -> list[str]:
@@ -107,75 +92,58 @@ def top_parquet(folder: Path) -> list[str]:
 
 
 def deal(names: Sequence[str]) -> dict[str, list[str]]:
-    """The files of the train and val splits: as their names say, or else the last for validation.
-
-    names: paths within the corpus, in order. Where names say train and test, test stands in for a val that is absent.
-    """
-    return named_splits(names) or {"train": list(names[:-1]), "val": list(names[-1:])}
-
-
-def named_splits(names: Sequence[str]) -> dict[str, list[str]] | None:
-    """The files of the train and val splits, if names of files or folders say both; what says neither is left out."""
-    split_of = {name: _named_split(PurePosixPath(name)) for name in names}
-    return splits_of(split_of)
+    """The files of the train and val splits, of names in order: as they say, or else the last one for validation."""
+    return splits_of({name: _split_in_name(name) for name in names}) or {"train": names[:-1], "val": names[-1:]}
 
 
 def splits_of(split_of: dict[str, str | None]) -> dict[str, list[str]] | None:
-    """The files of the train and val splits, if there are both. split_of: train, val, test or None by path."""
+    """The files of the train and val splits, if there are both; test stands in for a val that is absent.
+
+    split_of: train, val, test or None by file.
+    """
     named = {split: [name for name in split_of if split_of[name] == split] for split in ("train", "val", "test")}
     held_out = named["val"] or named["test"]
     return {"train": named["train"], "val": held_out} if named["train"] and held_out else None
 
 
-def _named_split(path: PurePosixPath) -> str | None:
-    """The split that a folder's name is, or a file's first or last word: `val/a.txt`, `wiki.train-0-of-2.txt`."""
-    stem = re.sub(r"\d+-of-\d+$", "", ENDINGS.sub("", path.name.lower()))
-    words = re.findall(r"[^-._ \d]+", stem)
-    candidates = [*map(str.lower, path.parts[:-1]), *words[:1], *words[-1:]]
-    return next((SPLIT_NAMES[word] for word in candidates if word in SPLIT_NAMES), None)
-
-
-def footer(path: Path) -> bytes:
-    """The end of a parquet file, which says where everything is and what the least and greatest values are.
-
-    Raises OSError if it cannot be read.
-    """
-    with open(path, "rb") as file:
-        size = file.seek(0, io.SEEK_END)
-        file.seek(max(0, size - 8))
-        length = int.from_bytes(file.read(4), "little") + 8
-        file.seek(max(0, size - length))
-        return file.read()
+def _split_in_name(name: str) -> str | None:
+    """The split that the first or last word of a file's name is: `wiki.train-0-of-2.parquet`."""
+    words = re.findall(r"[^-._ \d]+", re.sub(r"\d+-of-\d+$", "", ENDINGS.sub("", name.lower())))
+    return next((SPLIT_NAMES[word] for word in (*words[:1], *words[-1:]) if word in SPLIT_NAMES), None)
 
 
 def open_parquet(path: Path, column: str = COLUMN) -> pq.ParquetFile:
     """Open one file and check its column. Raises UserError naming the file.
 
     Its footer is read without the note on how the writer held columns in memory. A large_string, a string_view and a
-    dictionary of strings are then the strings that they are on disk; a dictionary would be kept whole, batch by batch.
+    dictionary of strings are then the strings that they are on disk; a dictionary would stay in memory, batch by batch.
     """
     try:
-        metadata = pq.read_metadata(io.BytesIO(b"PAR1" + footer(path).replace(b"ARROW:schema", b"arrow.schema")))
+        metadata = pq.read_metadata(io.BytesIO(b"PAR1" + _footer(path).replace(b"ARROW:schema", b"arrow.schema")))
         file = pq.ParquetFile(path, metadata=metadata, pre_buffer=False, buffer_size=BUFFER)
         names = file.schema_arrow.names
     except (pa.ArrowException, OSError) as error:
         raise UserError(f"{path} is not a readable parquet file ({reason_of(error)})") from None
+    needs = f"{path} needs a string column named {column}"
     if names.count(column) != 1:
-        has = f"it has: {', '.join(names)}" if column not in names else f"it has {names.count(column)} of that name"
-        raise UserError(f"{path} needs a string column named {column}, {has}")
-    kind = file.schema_arrow.field(column).type
-    if not pa.types.is_string(kind):
-        raise UserError(f"{path} needs a string column named {column}, its {column} is of type {kind}")
-    if file.metadata.num_rows and _only_nulls(file, column):
+        raise UserError(f"{needs}, it has: {', '.join(names)}")
+    if not pa.types.is_string(kind := file.schema_arrow.field(column).type):
+        raise UserError(f"{needs}, its {column} is of type {kind}")
+    place = next(i for i in range(len(file.schema)) if file.schema.column(i).path == column)
+    chunks = [metadata.row_group(group).column(place) for group in range(file.num_row_groups)]
+    if metadata.num_rows and all(c.statistics is not None and c.statistics.null_count == c.num_values for c in chunks):
         raise UserError(f"{path} has nothing but nulls in its column {column}")
     return file
 
 
-def _only_nulls(file: pq.ParquetFile, column: str) -> bool:
-    """Whether the file's statistics say so."""
-    place = next(i for i in range(len(file.schema)) if file.schema.column(i).path == column)
-    chunks = (file.metadata.row_group(group).column(place) for group in range(file.num_row_groups))
-    return all(chunk.statistics is not None and chunk.statistics.null_count == chunk.num_values for chunk in chunks)
+def _footer(path: Path) -> bytes:
+    """The end of a parquet file, which says where everything is and what the least and greatest values are."""
+    with open(path, "rb") as file:
+        size = file.seek(0, io.SEEK_END)
+        file.seek(max(0, size - 8))
+        length = int.from_bytes(file.read(4), "little") + 8
+        file.seek(max(0, size - length))
+        return file.read()
 
 
 def document_batches(
@@ -197,6 +165,48 @@ def document_batches(
         except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
             damage = f"{path} is damaged in row group {group} ({reason_of(error)})"
             raise UserError(f"{damage}; delete it and fetch it again") from None
+
+
+class SplitFile:
+    """A parquet file of documents that is written in row groups of ROW_GROUP, or of fewer if they are long."""
+
+    def __init__(self, path: Path):
+        self.parquet = pq.ParquetWriter(path, pa.schema([(COLUMN, pa.string())]), compression="zstd")
+        self.documents = self.chars = self.waiting_bytes = 0
+        self.waiting: list[bytes] = []
+
+    def add(self, text: str) -> None:
+        """Half of a character, which JSON can hold, becomes a question mark."""
+        self.waiting.append(text.encode(errors="replace"))
+        self.documents += 1
+        self.chars += len(text)
+        self.waiting_bytes += len(self.waiting[-1])
+        if len(self.waiting) == ROW_GROUP or self.waiting_bytes >= GROUP_BYTES:
+            self._flush()
+
+    def _flush(self) -> None:
+        if self.waiting:
+            self.parquet.write_table(pa.table([pa.array(self.waiting, pa.string())], self.parquet.schema))
+        self.waiting, self.waiting_bytes = [], 0
+
+    def close(self) -> None:
+        self._flush()
+        self.parquet.close()
+
+
+def write_documents(documents: Iterable[tuple[str, str]], paths: dict[str, Path]) -> dict[str, SplitFile]:
+    """Write parquet files of documents. documents: with the name of the split of each. paths: by split."""
+    with contextlib.ExitStack() as stack:
+        files = {split: stack.enter_context(contextlib.closing(SplitFile(path))) for split, path in paths.items()}
+        for split, text in documents:
+            files[split].add(text)
+    return files
+
+
+def split_by_checksum(text: str, one_in: int) -> str:
+    """The split of a text of which one in `one_in` is held out."""
+    digest = hashlib.sha256(text.encode(errors="replace")).digest()
+    return "val" if int.from_bytes(digest[:4], "big") % one_in == 0 else "train"
 
 
 def fingerprint(files: Sequence[Path]) -> dict[str, list]:
@@ -228,18 +238,23 @@ def describe_changes(old: dict[str, Any], new: dict[str, Any]) -> str:
     """What became of named things: "1 added (c.parquet), 2 changed (a.parquet, b.parquet)"; empty if all are equal."""
     names = {"added": new.keys() - old.keys(), "removed": old.keys() - new.keys()}
     names["changed"] = {name for name in old.keys() & new.keys() if old[name] != new[name]}
-    listed = {kind: ", ".join(sorted(some)[:3]) + (", ..." if len(some) > 3 else "") for kind, some in names.items()}
-    return ", ".join(f"{len(names[kind])} {kind} ({listed[kind]})" for kind in names if names[kind])
+    return ", ".join(f"{len(some)} {kind} ({first_names(some)})" for kind, some in names.items() if some)
 
 
-def source_of(folder: Path) -> str:
-    """What the note in a corpus says that it is prepared from. Raises UserError if there is no such note."""
-    return read_json(folder / NOTE, "note of the corpus's source")["source"]
+def first_names(names: Collection[str]) -> str:
+    """The first three of `names` in words, in their order."""
+    return ", ".join(sorted(names)[:3]) + (", ..." if len(names) > 3 else "")
+
+
+def source_of(folder: Path) -> str | None:
+    """What the note in a corpus says that it is prepared from, None if there is no such note."""
+    note = folder / NOTE
+    return read_json(note, "note of the corpus's source").get("source") if note.exists() else None
 
 
 def claim(folder: Path, source: str) -> None:
     """Note in `folder` that it is prepared from `source`. Raises UserError if it holds text from elsewhere."""
-    present = source_of(folder) if (folder / NOTE).exists() else "another source"
+    present = source_of(folder) or "another source"
     if present != source and any(folder.glob("*.parquet")):
         raise UserError(f"{folder} holds parquet files of {present}; choose another --out for {source}")
     write_json(folder / NOTE, {"source": source})

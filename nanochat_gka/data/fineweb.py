@@ -5,8 +5,9 @@ import re
 import shutil
 from pathlib import Path
 
+from nanochat_gka.data.corpora import claim, link_files
 from trainkit_gka.cli import Bounds, PassingFault, UserError, reason_of
-from trainkit_gka.files import atomic, sha256
+from trainkit_gka.files import atomic, locked, remove_stale_temporaries, sha256
 from trainkit_gka.progress import progress_bar
 
 REPOSITORY = "karpathy/fineweb-edu-100b-shuffle"
@@ -14,26 +15,32 @@ LATER = (408, 429)  # the statuses of a server that would answer another time
 SHARDS = Bounds(2, 1823)  # the last one is the validation split
 
 
-def shard_names(num_shards: int) -> list[str]:
-    """The files of the first `num_shards` shards."""
-    return [f"shard_{index:05d}.parquet" for index in range(num_shards)]
+def fetch(out: Path, num_shards: int, downloads: Path) -> None:
+    """Fetch those of the first `num_shards` shards (about 100 MB each) that `out` lacks; run again, it continues.
 
-
-def download(folder: Path, num_shards: int) -> None:
-    """Fetch those of the first `num_shards` shards (about 100 MB each) that `folder` lacks.
-
-    A shard appears once it has arrived whole; running again continues. Raises PassingFault if one does not arrive, and
-    UserError if the hub refuses it.
+    downloads: the folder that they are fetched to; if it is another one than `out`, `out` gets links. Raises
+    PassingFault if a shard does not arrive, and UserError if the hub refuses it.
     """
-    missing = [name for name in shard_names(num_shards) if not (folder / name).exists()]
+    names = [f"shard_{index:05d}.parquet" for index in range(num_shards)]
+    new = [name for name in names if not (out / name).exists()]
+    if new and out.resolve() == downloads.resolve():
+        _fetch_all(new, out)
+    elif new:
+        with locked(downloads, "writing"):
+            remove_stale_temporaries(downloads)
+            claim(downloads, "fineweb")
+            _fetch_all([name for name in new if not (downloads / name).exists()], downloads)
+        link_files(downloads, names, out)
+    print(f"{out}: {num_shards:,} shards ({len(new):,} new)")
+
+
+def _fetch_all(names: list[str], folder: Path) -> None:
     from huggingface_hub.utils import disable_progress_bars, logging
 
     disable_progress_bars()  # ours counts shards
     logging.set_verbosity_error()  # of its retries
     with progress_bar() as bar:
-        task = bar.add_task("FineWeb-Edu shards", total=num_shards, completed=num_shards - len(missing), status="")
-        for name in missing:
-            bar.update(task, status=name)
+        for name in bar.track(names, task_id=bar.add_task("FineWeb-Edu shards", total=len(names), status="")):
             try:
                 _fetch(name, folder)
             except Exception as error:  # the client raises its own and its transport's kinds: all mean "not fetched"
@@ -41,11 +48,9 @@ def download(folder: Path, num_shards: int) -> None:
                 refused = 400 <= status < 500 and status not in LATER
                 raise (UserError if refused else PassingFault)(
                     f"could not download {name} of {REPOSITORY}: {reason_of(error)}. Check the network and run the "
-                    "same command again (it continues where it stopped), or use your own text: CORPUS=folder "
-                    "or file, or CORPUS=builtin"
+                    "same command again (it continues where it stopped), or read other text: --source builtin, or a "
+                    "file or folder"
                 ) from None
-            bar.advance(task)
-    print(f"{folder}: {num_shards} shards ({len(missing)} fetched now)")
 
 
 def _fetch(name: str, folder: Path) -> None:

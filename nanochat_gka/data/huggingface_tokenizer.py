@@ -1,4 +1,4 @@
-"""Our tokenizer in Hugging Face's own files: the same ids, without a library to write them.
+"""Our tokenizer in Hugging Face's files: the same ids, without a library to write them.
 
 `tokenizer.json` is what the tokenizers library reads, `tokenizer_config.json` what transformers adds to it.
 """
@@ -15,12 +15,6 @@ _OTHERS = [byte for byte in range(256) if byte not in _PRINTABLE]
 LETTERS = {byte: chr(byte if byte in _PRINTABLE else 0x100 + _OTHERS.index(byte)) for byte in range(256)}
 
 
-def save(tokenizer: Tokenizer, folder: Path, longest: int) -> None:
-    """Write both files to `folder`. longest: tokens of context, from which on transformers warns."""
-    write_json(Path(folder) / "tokenizer.json", backend(tokenizer))
-    write_json(Path(folder) / "tokenizer_config.json", settings(tokenizer, longest))
-
-
 def special_ids(tokenizer: Tokenizer) -> dict[str, int]:
     """The ids that config.json states.
 
@@ -31,50 +25,14 @@ def special_ids(tokenizer: Tokenizer) -> dict[str, int]:
     return {"bos_token_id": tokenizer.bos_id, "eos_token_id": tokenizer.bos_id, "pad_token_id": ids[-1]}
 
 
-def backend(tokenizer: Tokenizer) -> dict[str, Any]:
-    """The content of tokenizer.json: byte-level BPE, and BOS before every text."""
-    bos = tokenizer.decode([tokenizer.bos_id])
-    split = {"type": "Split", "pattern": {"Regex": tokenizer.pattern}, "behavior": "Isolated", "invert": False}
-    bytewise = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
-    first, second = ({"Sequence": {"id": name, "type_id": number}} for number, name in enumerate("AB"))
-    openings = [{"SpecialToken": {"id": bos, "type_id": number}} for number in range(2)]
-    return {
-        "version": "1.0",
-        "truncation": None,
-        "padding": None,
-        "added_tokens": [{"id": number, "content": token, **_AS_IT_IS} for token, number in tokenizer.special.items()],
-        "normalizer": None,
-        "pre_tokenizer": {"type": "Sequence", "pretokenizers": [split, bytewise]},
-        "post_processor": {
-            "type": "TemplateProcessing",
-            "single": [openings[0], first],
-            "pair": [openings[0], first, openings[1], second],
-            "special_tokens": {bos: {"id": bos, "ids": [tokenizer.bos_id], "tokens": [bos]}},
-        },
-        "decoder": bytewise,
-        "model": {
-            "type": "BPE",
-            "dropout": None,
-            "unk_token": None,
-            "continuing_subword_prefix": None,
-            "end_of_word_suffix": None,
-            "fuse_unk": False,
-            "byte_fallback": False,
-            "ignore_merges": True,  # as tiktoken: a chunk that is a token is that token, whatever its merges are
-            "vocab": {_letters(token): rank for token, rank in tokenizer.ranks.items()},
-            "merges": [[_letters(left), _letters(right)] for left, right in merges(tokenizer.ranks)],
-        },
-    }
+def save(tokenizer: Tokenizer, folder: Path, longest: int) -> None:
+    """Write both files to `folder`. longest: tokens of context, from which on transformers warns.
 
-
-def settings(tokenizer: Tokenizer, longest: int) -> dict[str, Any]:
-    """The content of tokenizer_config.json.
-
-    Special tokens inside a text are ordinary text, as `Tokenizer.encode` has it, unless the caller passes
+    Special tokens inside a text are ordinary text, as for `Tokenizer.encode`, unless the caller passes
     split_special_tokens=False.
     """
     named = {use.removesuffix("_id"): tokenizer.decode([number]) for use, number in special_ids(tokenizer).items()}
-    return {
+    settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         **named,
         "extra_special_tokens": [token for token in tokenizer.special if token not in named.values()],
@@ -85,16 +43,44 @@ def settings(tokenizer: Tokenizer, longest: int) -> dict[str, Any]:
         "model_input_names": ["input_ids", "attention_mask"],
         "model_max_length": longest,
     }
+    write_json(Path(folder) / "tokenizer.json", backend(tokenizer))
+    write_json(Path(folder) / "tokenizer_config.json", settings)
 
 
-def merges(ranks: dict[bytes, int]) -> list[tuple[bytes, bytes]]:
-    """All pairs of tokens that are a token together, in the order of its rank: tiktoken merges any of them."""
-    ordered = sorted(ranks, key=ranks.__getitem__)
-    pairs = ((token[:cut], token[cut:]) for token in ordered for cut in range(1, len(token)))
-    return [(left, right) for left, right in pairs if left in ranks and right in ranks]
-
-
-_AS_IT_IS = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
+def backend(tokenizer: Tokenizer) -> dict[str, Any]:
+    """The content of tokenizer.json: byte-level BPE, and BOS before every text."""
+    bos = tokenizer.decode([tokenizer.bos_id])
+    literal = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
+    split = {"type": "Split", "pattern": {"Regex": tokenizer.pattern}, "behavior": "Isolated", "invert": False}
+    bytewise = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
+    first, second = (
+        [{"SpecialToken": {"id": bos, "type_id": number}}, {"Sequence": {"id": name, "type_id": number}}]
+        for number, name in enumerate("AB")
+    )
+    cuts = ((token[:cut], token[cut:]) for token in tokenizer.tokens for cut in range(1, len(token)))
+    return {
+        "version": "1.0",
+        **dict.fromkeys(("truncation", "padding", "normalizer")),
+        "added_tokens": [{"id": number, "content": token, **literal} for token, number in tokenizer.special.items()],
+        "pre_tokenizer": {"type": "Sequence", "pretokenizers": [split, bytewise]},
+        "post_processor": {
+            "type": "TemplateProcessing",
+            "single": first,
+            "pair": first + second,
+            "special_tokens": {bos: {"id": bos, "ids": [tokenizer.bos_id], "tokens": [bos]}},
+        },
+        "decoder": bytewise,
+        "model": {
+            "type": "BPE",
+            **dict.fromkeys(("dropout", "unk_token", "continuing_subword_prefix", "end_of_word_suffix")),
+            "fuse_unk": False,
+            "byte_fallback": False,
+            "ignore_merges": True,  # as tiktoken: a chunk that is a token is that token, whatever its merges are
+            "vocab": {_letters(token): rank for token, rank in tokenizer.ranks.items()},
+            # All pairs of tokens that are a token together, in the order of its rank: tiktoken merges any of them.
+            "merges": [[*map(_letters, pair)] for pair in cuts if tokenizer.ranks.keys() >= {*pair}],
+        },
+    }
 
 
 def _letters(token: bytes) -> str:

@@ -8,8 +8,9 @@ import contextlib
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -37,47 +38,40 @@ def same_rows(about: dict[str, Any]) -> dict[str, Any]:
 
 
 class PackedData:
-    """An opened folder of packed rows. Raises UserError if it is absent, from another format, truncated or corrupt."""
+    """An opened folder of packed rows.
+
+    verify: whether to compare checksums. Raises UserError if it is absent, from another format, truncated or corrupt.
+    """
 
     def __init__(self, folder: Path, verify: bool = True):
-        self.folder = Path(folder)
-        path = self.folder / MANIFEST
+        self.folder, path = Path(folder), Path(folder) / MANIFEST
         if not path.exists():
             command = f"make them by python -m nanochat_gka.pack --out {self.folder}"
             raise UserError(f"no packed data in {self.folder} (no {MANIFEST}); {command}")
-        advice = f"delete {path} and pack again, which keeps what is intact"
         try:
             self.manifest = read_json(path, "manifest")
+            self._check(verify)
         except UserError as error:
-            raise UserError(f"{error}; {advice}") from None
-        if self.manifest.get("format") != FORMAT:
-            formats = f"has format {self.manifest.get('format')}, this version reads {FORMAT}"
-            raise UserError(f"{self.folder} {formats}; delete the folder and pack again")
+            raise UserError(f"{error}; delete {path} and pack again, which repacks only what is damaged") from None
         self.sequence_len: int = self.manifest["sequence_len"]
-        if damage := self._damage(verify):
-            raise UserError(f"{damage}; {advice}")
-        self._rows = {split: self._open(split) for split in (*SPLITS, TRAIN_FIRST)}
+        files = {split: [] for split in (*SPLITS, TRAIN_FIRST)}
+        for shard in filter(lambda shard: shard["rows"], self.manifest["shards"]):
+            files[shard["split"]].append((shard_path(self.folder, shard), shard["rows"]))
+        self._rows = {split: Rows(files[split], self.sequence_len, self.tokenizer.vocab_size) for split in files}
 
-    def _damage(self, verify: bool) -> str | None:
-        try:
-            self.tokenizer = Tokenizer.load(self.folder)
-        except UserError as error:
-            return str(error)
+    def _check(self, verify: bool) -> None:
+        if (format := self.manifest.get("format")) != FORMAT:
+            raise UserError(f"{self.folder} has format {format}, this version reads {FORMAT}")
+        self.tokenizer = Tokenizer.load(self.folder)
         if self.tokenizer.sha256 != self.manifest["tokenizer_sha256"]:
-            return f"{self.folder} was packed with another tokenizer than the one in it"
-        damage = find_damage(self.folder, self.manifest)
-        if damage is None and verify:
-            paths = [shard_path(self.folder, shard) for shard in self.manifest["shards"]]
-            with ThreadPoolExecutor() as pool:
-                for path, shard, digest in zip(paths, self.manifest["shards"], pool.map(sha256, paths)):
-                    if digest != shard["sha256"]:
-                        return f"shard {path} is corrupt (wrong checksum)"
-        return damage
-
-    def _open(self, split: str) -> "Rows":
-        shards = [shard for shard in self.manifest["shards"] if shard["split"] == split and shard["rows"]]
-        paths = [(shard_path(self.folder, shard), shard["rows"]) for shard in shards]
-        return Rows(paths, self.sequence_len, vocab_size=self.tokenizer.vocab_size)
+            raise UserError(f"{self.folder} was packed with another tokenizer than the one in it")
+        if damage := find_damage(self.folder, self.manifest):
+            raise UserError(damage)
+        paths = [shard_path(self.folder, shard) for shard in self.manifest["shards"]] if verify else []
+        with ThreadPoolExecutor() as pool:
+            for path, shard, digest in zip(paths, self.manifest["shards"], pool.map(sha256, paths)):
+                if digest != shard["sha256"]:
+                    raise UserError(f"shard {path} is corrupt (wrong checksum)")
 
     def split(self, name: str) -> "Rows":
         """Rows of "train" or "val"."""
@@ -87,54 +81,43 @@ class PackedData:
         """The rows of a split to evaluate on: as many as hold `tokens` (-1 = all), at least one.
 
         choice: "upstream" takes the first rows of nanochat's loader with one process. Of "val" they are the split's
-        own; of "train" they are kept apart, and if more are asked for than are kept, the split's own are taken.
+        first; of "train" they are stored apart, and if more are needed than are stored, the split's first are taken.
         "spaced" takes evenly spaced rows of the whole split, as always where documents were split.
         """
-        rows, count = self._rows[split], self._count(split, tokens)
-        if choice == "spaced" or splits_documents(self.manifest):
-            return rows.some([number * len(rows) // count for number in range(count)])
-        return (self._rows[TRAIN_FIRST] if self._keeps(split, count) else rows).some(range(count))
+        return self._choose(split, tokens, choice)[0]
 
     def name_rows(self, tokens: int, choice: str = "upstream") -> str:
         """What `eval_rows` gives, to stand beside a number: "spaced" as there, "upstream" if all rows are nanochat's.
 
-        "first" if only some are: the text is so short that nanochat reads it again, or more are evaluated than kept.
+        "first" if only some are: the text is so short that nanochat reads it again, or more are evaluated than stored.
         """
+        names = {self._choose(split, tokens, choice)[1] for split in SPLITS}
+        return "first" if "first" in names else names.pop()
+
+    def _choose(self, split: str, tokens: int, choice: str) -> tuple["Rows", str]:
+        """The rows of `eval_rows`, and what `name_rows` calls those of this split."""
+        rows, name = self._rows[split], TRAIN_FIRST if split == "train" else split
+        count = len(rows) if tokens < 0 else max(1, min(len(rows), tokens // self.sequence_len))
         if choice == "spaced" or splits_documents(self.manifest):
-            return "spaced"
-        counts = {split: self._count(split, tokens) for split in SPLITS}
-        return "upstream" if all(self._upstream(split, count) == count for split, count in counts.items()) else "first"
-
-    def _keeps(self, split: str, count: int) -> bool:
-        """Whether `count` rows to evaluate on are kept apart from the split's own."""
-        return split == "train" and count <= len(self._rows[TRAIN_FIRST]) and count < len(self._rows["train"])
-
-    def _upstream(self, split: str, count: int) -> int:
-        """How many of the first `count` rows to evaluate on are those of nanochat's loader with one process."""
-        if split == "train" and not self._keeps(split, count):
-            return 0
-        name = TRAIN_FIRST if split == "train" else split
-        [shard, *_] = (shard for shard in self.manifest["shards"] if shard["split"] == name)
-        return min(count, shard["upstream_rows"])
-
-    def _count(self, split: str, tokens: int) -> int:
-        rows = len(self._rows[split])
-        return rows if tokens < 0 else max(1, min(rows, tokens // self.sequence_len))
+            return rows.some([number * len(rows) // count for number in range(count)]), "spaced"
+        if split == "train" and (count > len(self._rows[name]) or count == len(rows)):
+            return rows.some(range(count)), "first"
+        upstream = next(shard["upstream_rows"] for shard in self.manifest["shards"] if shard["split"] == name)
+        return self._rows[name].some(range(count)), "upstream" if count <= upstream else "first"
 
     def rows_hash(self, split: str = "") -> str:
         """Hash of what makes rows, those of `split` or all, the same rows, wherever they are."""
-        chosen = [shard for shard in self.manifest["shards"] if split in ("", shard["split"])]
-        shards = [{key: shard[key] for key in SAME_SHARD} for shard in chosen]
-        same = {**same_rows(self.manifest), "shards": shards}
+        shards = [shard for shard in self.manifest["shards"] if split in ("", shard["split"])]
+        same = {**same_rows(self.manifest), "shards": [{key: shard[key] for key in SAME_SHARD} for shard in shards]}
         return hashlib.sha256(json.dumps(same, sort_keys=True).encode()).hexdigest()
 
     def identity(self, run: Path) -> dict[str, Any]:
         """What checkpoints of the run in `run` say of their data: what it is and where, also relative to the run."""
-        known = {**same_rows(self.manifest), "train_rows": self.rows_hash("train")}
-        folder, corpus = self.folder.resolve(), self.manifest.get("corpus")
+        folder = self.folder.resolve()
         return {
-            **known,
-            "corpus": corpus,
+            **same_rows(self.manifest),
+            "train_rows": self.rows_hash("train"),
+            "corpus": self.manifest.get("corpus"),
             "folder": str(folder),
             "folder_from_run": os.path.relpath(folder, run.resolve()),
         }
@@ -142,40 +125,14 @@ class PackedData:
     def check_same(self, saved: dict[str, Any], run: Path) -> None:
         """Raises UserError if these rows are not those of the run in `run`, of which its checkpoint says `saved`."""
         names = {"tokenizer_sha256": "tokenizer", "sequence_len": "context length", "source": "corpus"}
-        theirs, ours = same_rows(saved), same_rows(self.manifest)
+        before, now = same_rows(saved), same_rows(self.manifest)
         for key, name in {**names, "split_documents": "--split-documents"}.items():
-            if theirs.get(key) != ours.get(key):
-                raise UserError(
-                    f"{self.folder} was packed with another {name} than the run in {run}; "
-                    "use its data, or another --model-tag"
-                )
+            if before.get(key) != now.get(key):
+                problem = f"{self.folder} was packed with another {name} than the run in {run}"
+                raise UserError(f"{problem}; use its data, or another --model-tag")
         if saved["train_rows"] != self.rows_hash("train"):
-            raise UserError(
-                f"{self.folder} has other rows than the run in {run}, though they are of the same text: another "
-                "version packed them; use its data, or another --model-tag"
-            )
-
-    def warn_of_rows(self, choice: str, tokens: int, show: Callable[[str], None]) -> None:
-        """`show` a note if "upstream" rows are wanted and not all that are evaluated are nanochat's.
-
-        None of split documents, which have no such rows: there the label beside every figure, "spaced", says it.
-        """
-        if choice != "upstream" or splits_documents(self.manifest):
-            return
-        available, count = len(self._rows[TRAIN_FIRST]), self._count("train", tokens)
-        if available < count < len(self._rows["train"]):
-            show(
-                f"note: {self.folder} keeps nanochat's first {available:,} rows of the training text, and {count:,} "
-                "are evaluated, so they are the split's as packed for training, which cuts more of the long documents"
-            )
-        for split, name in (("train", "training"), ("val", "validation")):
-            count = self._count(split, tokens)
-            upstream = self._upstream(split, count)
-            if upstream < count and (split == "val" or self._keeps(split, count)):
-                show(
-                    f"note: of the {count:,} {name} rows evaluated, {upstream:,} are those of nanochat's "
-                    "loader, which reads a text as short as this again for the others"
-                )
+            problem = f"{self.folder} has other rows than the run in {run}, though they are of the same text"
+            raise UserError(f"{problem}: another version packed them; use its data, or another --model-tag")
 
 
 def rows_of_run(data: dict[str, Any], run: Path) -> Path:
@@ -185,70 +142,63 @@ def rows_of_run(data: dict[str, Any], run: Path) -> Path:
     """
     if not data:
         raise UserError(f"{run} is an exported model, which does not say where its rows are; give --data FOLDER")
-    tokenizer, length, files = data["tokenizer_sha256"], data["sequence_len"], data["source"]
-    needed = f"--data FOLDER with rows of {length} tokens of tokenizer {tokenizer[:12]}"
     for folder in (run / data["folder_from_run"], Path(data["folder"])):
         with contextlib.suppress(UserError):
-            manifest = read_json(folder / MANIFEST, "manifest")
-            if same_rows(manifest) == same_rows(data):
+            if same_rows(read_json(folder / MANIFEST, "manifest")) == same_rows(data):
                 return Path(os.path.normpath(folder))
-    corpus = f"{data['corpus'] or 'a corpus'} ({len(files)} parquet files, {files[0][0]} to {files[-1][0]})"
-    problem = f"the rows that {run} was trained on, of {corpus}, are gone from {data['folder']}"
-    raise UserError(f"{problem}; pack them again, or give {needed}")
+    needed = f"--data FOLDER with rows of {data['sequence_len']} tokens of tokenizer {data['tokenizer_sha256'][:12]}"
+    problem = f"the rows that {run} was trained on are gone from {data['folder']}"
+    raise UserError(f"{problem}; pack {data['corpus'] or 'its corpus'} again, or give {needed}")
 
 
+@dataclass
 class Rows:
     """Random access to the rows of a split. No file stays open: a large corpus has more than a process may open.
 
-    vocab_size: ids from there on are not read; by default all that a file can hold are.
+    files: with the number of rows in each. vocab_size: ids from there on are refused. chosen: the numbers of the rows,
+    in all files, that these are; None = all.
     """
 
-    def __init__(
-        self,
-        shards: list[tuple[Path, int]],
-        sequence_len: int,
-        chosen: Sequence[int] | None = None,
-        vocab_size: int = 2**16,
-    ):
-        self.paths = [path for path, _ in shards]
-        self.ends = np.cumsum([rows for _, rows in shards], dtype=np.int64)
-        self.sequence_len, self.shards, self.chosen, self.vocab_size = sequence_len, shards, chosen, vocab_size
+    files: list[tuple[Path, int]]
+    sequence_len: int
+    vocab_size: int
+    chosen: Sequence[int] | None = None
+
+    def __post_init__(self):
+        self.starts = np.cumsum([0, *(rows for _, rows in self.files)], dtype=np.int64)
 
     def __len__(self) -> int:
-        return len(self.chosen) if self.chosen is not None else int(self.ends[-1]) if len(self.ends) else 0
+        return int(self.starts[-1]) if self.chosen is None else len(self.chosen)
 
     def some(self, indices: Sequence[int]) -> "Rows":
         """The rows at `indices` alone, in that order."""
-        return Rows(self.shards, self.sequence_len, indices, self.vocab_size)
+        return replace(self, chosen=indices)
 
     def batch(self, indices) -> Batch:
         """The rows at `indices` (each < len) as ids and targets, both (rows, T) int64.
 
         Raises UserError for an id that is not in the vocabulary, before it can reach a device.
         """
-        if self.chosen is not None:
-            indices = [self.chosen[index] for index in indices]
         width = self.sequence_len + 1
         rows = np.empty((len(indices), width), dtype=np.int64)
         for slot, index in zip(rows, indices):
-            shard = int(np.searchsorted(self.ends, index, side="right"))
-            start = int(self.ends[shard - 1]) if shard else 0
-            slot[:] = np.fromfile(self.paths[shard], dtype="<u2", count=width, offset=(index - start) * width * 2)
+            path, number = self._place(index)
+            slot[:] = np.fromfile(path, dtype="<u2", count=width, offset=number * width * 2)
         if rows.size and rows.max() >= self.vocab_size:
-            raise UserError(self._damage(indices, rows))
+            first = int((rows.max(axis=1) >= self.vocab_size).argmax())
+            path, number = self._place(indices[first])
+            raise UserError(
+                f"{path} is damaged: row {number} has id {rows[first].max()}, and the vocabulary has {self.vocab_size} "
+                f"tokens; delete {path.parent / MANIFEST} and pack again, which repacks only what is damaged"
+            )
         rows = torch.from_numpy(rows)
         return rows[:, :-1], rows[:, 1:]
 
-    def _damage(self, indices, rows: np.ndarray) -> str:
-        """In words, the first of `rows`, at `indices`, with an id that is not in the vocabulary."""
-        place = int((rows.max(axis=1) >= self.vocab_size).argmax())
-        shard = int(np.searchsorted(self.ends, indices[place], side="right"))
-        path, first = self.paths[shard], int(self.ends[shard - 1]) if shard else 0
-        return (
-            f"{path} is damaged: row {indices[place] - first} has id {rows[place].max()}, and the vocabulary has "
-            f"{self.vocab_size} tokens; delete {path.parent / MANIFEST} and pack again, which keeps "
-            "what is intact"
-        )
+    def _place(self, index: int) -> tuple[Path, int]:
+        """The file of a row, and its number there."""
+        row = index if self.chosen is None else self.chosen[index]
+        file = int(np.searchsorted(self.starts, row, side="right")) - 1
+        return self.files[file][0], row - int(self.starts[file])
 
 
 class RowStream:

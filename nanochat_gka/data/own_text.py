@@ -8,44 +8,22 @@ Names decide what is held out if they put every file in a split, and there is tr
 folder, or of a file without its number and what stands before a dot (train-00000-of-00002, wiki.val_1). Only a README
 may be beside them. Of nanochat's shards, and of a corpus that we made, the last file is held out. Otherwise it is one
 document in a hundred, by checksum, and where that is too little the end of the text.
-
-pyarrow unpacks, and the standard library reads JSON, a record at a time: `datasets` takes the type of every column from
-the first 10 MB of the first file and fails at another, reads dates as times, and leaves out files with [ in their name.
 """
 
 import contextlib
-import hashlib
 import io
 import json
-import os
 import re
+import reprlib
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator
 from itertools import chain
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 
-from nanochat_gka.data import SPLITS
-from nanochat_gka.data.corpora import (
-    COLUMN,
-    ENDINGS,
-    MUCH_HELD_OUT,
-    NOTE,
-    ROW_GROUP,
-    SPLIT_NAMES,
-    counted,
-    deal,
-    describe_changes,
-    document_batches,
-    named_splits,
-    splits_of,
-    suffixes,
-    top_parquet,
-)
+from nanochat_gka.data import SPLITS, corpora
 from trainkit_gka.cli import UserError, reason_of
 from trainkit_gka.files import atomic, read_json, sha256, write_json
 from trainkit_gka.progress import progress_bar
@@ -56,211 +34,151 @@ READ = ".txt, .md, .jsonl, .json (each also as .gz or .zst) and .parquet"
 ONE_IN = 100  # documents, or characters at the end of the text, are held out
 END_CHARS = 10_000  # at least so many of them, but no more than a tenth of the text
 LONGEST = 2**22  # characters of a document of a text file
-GROUP_BYTES = 2**24  # of documents that are held in memory until they are written
 RECORD = "files.json"
 RULES = 2  # of what is read and held out; a corpus written by other rules is written again
 SHARD = re.compile(r"shard_\d{5}\.parquet")
-READMES = ("readme.md", "readme.txt")
-
-
-@dataclass
-class TextSource:
-    """What to read of a file or folder.
-
-    files: by path within `root`, in order. unread: the number of other files, by suffix. splits: the files of train and
-    val if names or the layout say so, as `held_out` describes.
-    """
-
-    root: Path
-    files: dict[str, Path]
-    unread: Counter[str]
-    splits: dict[str, list[str]] | None
-    held_out: str
 
 
 def is_corpus(root: Path) -> bool:
     """Whether a folder is a corpus already: nanochat's shards, or written by nanochat_gka.corpus."""
-    names = top_parquet(root)
-    return len(names) > 1 and ((root / NOTE).exists() or all(map(SHARD.fullmatch, names)))
+    names = corpora.top_parquet(root)
+    return len(names) > 1 and (corpora.source_of(root) is not None or all(map(SHARD.fullmatch, names)))
 
 
-def find(root: Path, out: Path) -> TextSource:
-    """The files of `root`, a file or a folder. Links are followed, but no folder is entered twice.
+class TextSource:
+    """A file or folder of text, to be made into a corpus in the folder `out`.
 
-    Raises UserError if there is nothing to read or `out` is inside `root`.
+    column: which one of JSON and parquet is the text. Links are followed, but no folder is entered twice. Raises
+    UserError if there is nothing to read or `out` is inside `root`.
     """
-    if not root.exists():
-        raise UserError(f"--source {root} is neither builtin nor fineweb nor a file or folder")
-    if out.resolve().is_relative_to(root.resolve()):
-        raise UserError(f"{out} is inside {root} and would be read as text; choose another --out")
-    files = dict(sorted(_walk(root)))
-    readable = [name for name in files if _kind(name)[0] in KINDS]
-    parquet = [name for name in readable if "/" not in name and _kind(name)[0] == ".parquet"]
-    held_out = "as the files are named"
-    if is_corpus(root):
-        splits = deal(parquet)
-        held_out = held_out if named_splits(parquet) else "the last file by name"
-    else:
-        splits = _named_splits(root, readable)
-    chosen = set(chain(*splits.values()) if splits else readable)
-    unread = suffixes(name for name in files if name not in chosen)
-    if not chosen:
-        raise UserError(f"{root} has no text to read ({counted(unread) or 'it is empty'}); what is read: {READ}")
-    return TextSource(root, {name: path for name, path in files.items() if name in chosen}, unread, splits, held_out)
+
+    def __init__(self, root: Path, out: Path, column: str = corpora.COLUMN):
+        if not root.exists():
+            raise UserError(f"--source {root} is neither builtin nor fineweb nor a file or folder")
+        if out.resolve().is_relative_to(root.resolve()):
+            raise UserError(f"{out} is inside {root} and would be read as text; choose another --out")
+        self.root, self.out, self.column = root, out, column
+        base = root if root.is_dir() else root.parent
+        paths = dict(sorted((path.relative_to(base).as_posix(), path) for path in _walk(root, set())))
+        readable = [name for name in paths if _kind(name)[0] in KINDS]
+        # The files of train and val, if names or the layout decide.
+        self.splits = corpora.deal(corpora.top_parquet(root)) if is_corpus(root) else _named_splits(root, readable)
+        chosen = set(chain(*self.splits.values()) if self.splits else readable)
+        self.files = {name: path for name, path in paths.items() if name in chosen}
+        suffixes = Counter(Path(name).suffix.lower() or "without suffix" for name in paths if name not in chosen)
+        unread = ", ".join(f"{count:,} {suffix}" for suffix, count in sorted(suffixes.items()))
+        if not chosen:
+            raise UserError(f"{root} has no text to read ({unread or 'it is empty'}); what is read: {READ}")
+        if unread:
+            print(f"{root}: not read: {unread}")
+        self.empty_documents = 0
+        self.without_text: set[str] = set()  # files of JSON without the field, which are left out among other text
+        self.may_skip = not self.splits and any(_kind(name)[0] != ".json" for name in chosen)
+
+    def write(self) -> None:
+        """Write train.parquet and val.parquet, unless they are there and no file has changed since.
+
+        Raises UserError, in one line, for a file that is not what its name says or has no text in the column, and if a
+        split would be empty.
+        """
+        is_written = all((self.out / name).exists() for name in ("train.parquet", "val.parquet", RECORD))
+        before = read_json(self.out / RECORD, "note of the corpus's files") if is_written else {}
+        record: dict[str, Any] = {"rules": RULES, "column": self.column, "files": {}}
+        for name, path in self.files.items():
+            state, known = [path.stat().st_size, path.stat().st_mtime_ns], before.get("files", {}).get(name, [])
+            record["files"][name] = known if known[:2] == state else [*state, sha256(path)]
+        if is_written:
+            changes = corpora.describe_changes(_contents(before), _contents(record))
+            if not changes:
+                print(f"{self.out}: already there, made of {len(self.files):,} files")
+                return
+            print(f"{self.root} has changed since {self.out} was written: {changes}")
+        (self.out / RECORD).unlink(missing_ok=True)
+        with atomic(self.out / "val.parquet") as val, atomic(self.out / "train.parquet") as train:
+            self._write({"train": train, "val": val})
+        write_json(self.out / RECORD, record)
+
+    def _write(self, paths: dict[str, Path]) -> None:
+        if self.splits:
+            held_out = corpora.first_names(self.splits["val"])
+            documents = ((split, text) for split in SPLITS for text in self._documents(self.splits[split]))
+        else:
+            held_out = f"one document in {ONE_IN}, by checksum"
+            documents = ((corpora.split_by_checksum(text, ONE_IN), text) for text in self._documents(self.files))
+        written = corpora.write_documents(documents, paths)
+        number, chars = (sum(getattr(file, key) for file in written.values()) for key in ("documents", "chars"))
+        too_few = (
+            number < ONE_IN or not written["train"].documents or written["val"].chars < min(END_CHARS, chars // 10)
+        )
+        if too_few and not self.splits:
+            held_out, self.empty_documents = "the end of the text", 0
+            written = corpora.write_documents(_cut_end(self._documents(self.files), chars), paths)
+        for name, file in written.items():
+            if not file.documents:
+                raise UserError(f"{self.root} has too little text for the {name} split")
+            print(f"{name}: {file.documents:,} documents, {file.chars:,} characters")
+        if self.without_text:
+            problem = f"JSON without a field {self.column} that is a string ({corpora.first_names(self.without_text)})"
+            print(f"{self.root}: not read: {problem}; if one has text, name it by --text-column")
+        read = f"{len(self.files) - len(self.without_text):,} files, {self.empty_documents:,} empty documents left out"
+        print(f"from {read}; held out: {held_out}")
+
+    def _documents(self, names: Collection[str]) -> Iterator[str]:
+        """The documents of these files that are not white space."""
+        with progress_bar() as bar:
+            for name in bar.track(names, task_id=bar.add_task("reading files", total=len(names), status="")):
+                try:
+                    for text in _documents(self.files[name], self.column):
+                        if text.strip():
+                            yield text
+                        else:
+                            self.empty_documents += 1
+                except _NoField:
+                    if not self.may_skip or _kind(name)[0] != ".json":
+                        raise
+                    self.without_text.add(name)
+
+
+def _contents(record: dict[str, Any]) -> dict[str, Any]:
+    """What a corpus is made of, by name. A copy of a file has another time, and the same content."""
+    checksums = {name: about[2] for name, about in record.get("files", {}).items()}
+    return {"rules of reading": record.get("rules"), "--text-column": record.get("column"), **checksums}
+
+
+def _walk(path: Path, entered: set[Path]) -> Iterator[Path]:
+    """`path`, if it is a file, or the files below it that are not hidden. No folder in `entered` is entered."""
+    if not path.is_dir():
+        yield path
+    elif path.resolve() not in entered:
+        entered.add(path.resolve())
+        for inner in sorted(path.iterdir()):
+            if not inner.name.startswith("."):
+                yield from _walk(inner, entered)
+
+
+def _kind(name: str) -> tuple[str, str | None]:
+    """The suffix that says what a file is, and what it is packed with: (".txt", "gzip")."""
+    *_, kind, last = ("", "", *Path(name.lower()).suffixes)
+    if last not in CODECS:
+        return last, None
+    return ("" if kind == ".parquet" else kind), CODECS[last]
 
 
 def _named_splits(root: Path, names: list[str]) -> dict[str, list[str]] | None:
     """The files of the train and val splits, if names put every file but a README in a split."""
     paths = {name: PurePosixPath(name.lower()) for name in names}
-    split_of = {name: _named_split(path) for name, path in paths.items() if path.name not in READMES}
-    splits, unnamed = splits_of(split_of), [name for name, split in split_of.items() if split is None]
+    paths = {name: path for name, path in paths.items() if path.name not in ("readme.md", "readme.txt")}
+    split_of = {name: _split_in_name(path) for name, path in paths.items()}
+    splits, unnamed = corpora.splits_of(split_of), [name for name, split in split_of.items() if split is None]
     if splits and unnamed:
-        print(f"{root}: names do not decide what is held out, for some are in no split: {counted(suffixes(unnamed))}")
+        print(f"{root}: names do not decide what is held out, for some are in no split: {corpora.first_names(unnamed)}")
     return None if unnamed else splits
 
 
-def _named_split(path: PurePosixPath) -> str | None:
+def _split_in_name(path: PurePosixPath) -> str | None:
     """The split that the name of a folder is, or that of a file: `val/a.txt`, `train-00000-of-00002.parquet`."""
-    word = re.sub(r"[-_.]?\d+(-of-\d+)?$", "", ENDINGS.sub("", path.name)).split(".")[-1]
-    return next((SPLIT_NAMES[name] for name in (*path.parts[:-1], word) if name in SPLIT_NAMES), None)
-
-
-def _walk(root: Path) -> Iterator[tuple[str, Path]]:
-    """Every file below `root` that is not hidden, after its path from there; `root` itself if it is a file."""
-    if root.is_file():
-        yield root.name, root
-        return
-
-    def stop(error: OSError) -> None:
-        raise error
-
-    entered = set()
-    for folder, folders, names in os.walk(root, onerror=stop, followlinks=True):
-        real = os.path.realpath(folder)
-        folders[:] = sorted(name for name in folders if not name.startswith(".") and real not in entered)
-        if real not in entered:
-            yield from ((Path(folder, n).relative_to(root).as_posix(), Path(folder, n)) for n in names if n[0] != ".")
-        entered.add(real)
-
-
-def _kind(name: str) -> tuple[str, str | None]:
-    """The suffix that says what a file is, and what it is packed with: (".txt", "gzip")."""
-    path = Path(name.lower())
-    codec = CODECS.get(path.suffix)
-    kind = Path(path.stem).suffix if codec else path.suffix
-    return ("" if codec and kind == ".parquet" else kind), codec
-
-
-def write(source: TextSource, out: Path, column: str = COLUMN) -> None:
-    """Write `out`/train.parquet and `out`/val.parquet, unless they are there and no file has changed since.
-
-    Raises UserError, in one line, for a file that is not what its name says or has no text in `column`, and if a split
-    would be empty.
-    """
-    if source.unread:
-        print(f"{source.root}: not read: {counted(source.unread)}")
-    states = {name: (path.stat().st_size, path.stat().st_mtime_ns) for name, path in source.files.items()}
-    changes = _changes(source, states, out, column)
-    if changes == "":
-        print(f"{out}: already there, made of {len(states):,} files")
-        return
-    if changes:
-        print(f"{source.root} has changed since {out} was written: {changes}")
-    files = {name: [*states[name], sha256(source.files[name])] for name in states}
-    (out / RECORD).unlink(missing_ok=True)
-    with atomic(out / "val.parquet") as val, atomic(out / "train.parquet") as train:
-        _Writer(source, column, {"train": train, "val": val}).write()
-    write_json(out / RECORD, {"rules": RULES, "column": column, "files": files})
-
-
-def _changes(source: TextSource, states: dict[str, tuple[int, int]], out: Path, column: str) -> str | None:
-    """What changed since `out` was written, None if it was not. A copy has another time, and the same content."""
-    if not all((out / name).exists() for name in ("train.parquet", "val.parquet", RECORD)):
-        return None
-    record = read_json(out / RECORD, "note of the corpus's files")
-    if record.get("rules") != RULES:
-        return "it was read by other rules"
-    if record["column"] != column:
-        return f"it was column {record['column']}"
-    now: dict[str, Any] = dict(states)
-    for name, (size, changed, digest) in record["files"].items():
-        if name in states and (states[name] == (size, changed) or sha256(source.files[name]) == digest):
-            now[name] = [size, changed, digest]
-    return describe_changes(record["files"], now)
-
-
-class _Writer:
-    """Reads the documents of a source and writes each to the file of its split."""
-
-    def __init__(self, source: TextSource, column: str, paths: dict[str, Path]):
-        self.source, self.column, self.paths = source, column, paths
-        self.empty = 0  # documents of white space, which are left out
-        self.textless: set[str] = set()  # files of JSON without the field, which are left out among other text
-        self.may_skip = not source.splits and any(_kind(name)[0] != ".json" for name in source.files)
-
-    def write(self) -> None:
-        splits, held_out = self.source.splits, self.source.held_out
-        if splits:
-            written = self._deal((split, text) for split in SPLITS for text in self._documents(splits[split]))
-        else:
-            held_out = f"one document in {ONE_IN}, by checksum"
-            written = self._deal((_split_of(text), text) for text in self._documents(self.source.files))
-            train, val = (written[name] for name in SPLITS)
-            chars = train.chars + val.chars
-            too_few = train.documents + val.documents < ONE_IN or not train.documents
-            if too_few or val.chars < min(END_CHARS, chars // 10):
-                held_out = "the end of the text"
-                self.empty = 0
-                written = self._deal(_cut_end(self._documents(self.source.files), chars))
-        for name in SPLITS:
-            if not written[name].documents:
-                where = f": nothing in {', '.join(splits[name])}" if splits else ""
-                raise UserError(f"{self.source.root} has too little text for the {name} split{where}")
-        self._report(written, held_out)
-
-    def _documents(self, names: Collection[str]) -> Iterator[str]:
-        with progress_bar() as bar:
-            task = bar.add_task("reading files", total=len(names), status="")
-            for name in names:
-                begun = False
-                try:
-                    for text in _documents(self.source.files[name], self.column):
-                        begun = True
-                        if text.strip():
-                            yield text
-                        else:
-                            self.empty += 1
-                except _NoField:
-                    if begun or not self.may_skip or _kind(name)[0] != ".json":
-                        raise
-                    self.textless.add(name)
-                bar.advance(task)
-
-    def _deal(self, documents: Iterable[tuple[str, str]]) -> dict[str, "_Split"]:
-        with contextlib.ExitStack() as stack:
-            splits = {name: stack.enter_context(contextlib.closing(_Split(p))) for name, p in self.paths.items()}
-            for name, text in documents:
-                splits[name].add(text)
-        return splits
-
-    def _report(self, written: dict[str, "_Split"], held_out: str) -> None:
-        for name, split in written.items():
-            print(f"{name}: {split.documents:,} documents, {split.bytes / 1e6:.2f} MB")
-        if self.textless:
-            named = ", ".join(sorted(self.textless)[:3]) + (", ..." if len(self.textless) > 3 else "")
-            files = f"{len(self.textless):,} files without a field {self.column} that is a string ({named})"
-            print(f"{self.source.root}: not read: {files}; if one has text, name it by --text-column")
-        read = [name for name in self.source.files if name not in self.textless]
-        kinds = Counter("".join(Path(name.lower()).suffixes[-2 if _kind(name)[1] else -1 :]) for name in read)
-        share = written["val"].chars / sum(split.chars for split in written.values())
-        how = f"{held_out}, {share:.0%} of the text" if share > MUCH_HELD_OUT and "last file" in held_out else held_out
-        empty = f"; {self.empty:,} empty documents left out" if self.empty else ""
-        print(f"from {counted(kinds)}; held out: {how}{empty}")
-
-
-def _split_of(text: str) -> str:
-    digest = hashlib.sha256(text.encode(errors="replace")).digest()
-    return "val" if int.from_bytes(digest[:4], "big") % ONE_IN == 0 else "train"
+    word = re.sub(r"[-_.]?\d+(-of-\d+)?$", "", corpora.ENDINGS.sub("", path.name)).split(".")[-1]
+    return next((corpora.SPLIT_NAMES[name] for name in (*path.parts[:-1], word) if name in corpora.SPLIT_NAMES), None)
 
 
 def _cut_end(documents: Iterator[str], chars: int) -> Iterator[tuple[str, str]]:
@@ -279,48 +197,17 @@ def _cut_before(text: str, end: int, reach: int) -> int:
     return next((place + length for place, length in places if place >= 0), end)
 
 
-class _Split:
-    """A parquet file that is written in row groups of ROW_GROUP documents, or of fewer if these are long."""
-
-    def __init__(self, path: Path):
-        self.file = pq.ParquetWriter(path, pa.schema([(COLUMN, pa.string())]), compression="zstd")
-        self.documents = self.chars = self.bytes = self.waiting_bytes = 0
-        self.waiting: list[bytes] = []
-
-    def add(self, text: str) -> None:
-        """Half of a character, which JSON can hold, becomes a question mark."""
-        data = text.encode(errors="replace")
-        self.waiting.append(data)
-        self.documents, self.chars, self.bytes = self.documents + 1, self.chars + len(text), self.bytes + len(data)
-        self.waiting_bytes += len(data)
-        if len(self.waiting) == ROW_GROUP or self.waiting_bytes >= GROUP_BYTES:
-            self._flush()
-
-    def _flush(self) -> None:
-        if self.waiting:
-            self.file.write_table(pa.table([pa.array(self.waiting, pa.string())], self.file.schema))
-        self.waiting, self.waiting_bytes = [], 0
-
-    def close(self) -> None:
-        self._flush()
-        self.file.close()
-
-
 def _documents(path: Path, column: str) -> Iterator[str]:
     """The documents of a file. Raises UserError naming it, and the place in it."""
     kind, codec = _kind(path.name)
     if kind == ".parquet":
-        yield from chain.from_iterable(document_batches(path, column=column))
+        yield from chain.from_iterable(corpora.document_batches(path, column=column))
         return
     try:
         with open(path, "rb") as file:
             data = pa.CompressedInputStream(file, codec) if codec else file
             with io.TextIOWrapper(data, encoding="utf-8-sig") as text:
-                if kind in (".txt", ".md"):
-                    yield from _pieces(text)
-                else:
-                    fields = (_field(path, place, record, column) for place, record in _records(path, text, kind))
-                    yield from (field for field in fields if field is not None)
+                yield from _pieces(text) if kind in (".txt", ".md") else _fields(path, text, column)
     except UnicodeDecodeError:
         advice = "convert it (such as by iconv -f LATIN1 -t UTF-8) or move it away"
         raise UserError(f"{path} is not text in UTF-8; {advice}") from None
@@ -342,7 +229,23 @@ def _pieces(stream: io.TextIOWrapper) -> Iterator[str]:
     yield text
 
 
-def _records(path: Path, text: io.TextIOWrapper, kind: str) -> Iterator[tuple[str, Any]]:
+class _NoField(UserError):
+    """The first record of a file of JSON has no text."""
+
+
+def _fields(path: Path, text: io.TextIOWrapper, column: str) -> Iterator[str]:
+    """The texts of a file of JSON that are not null."""
+    for place, record in _records(path, text):
+        field = record.get(column, 0) if isinstance(record, dict) else 0
+        if isinstance(field, str):
+            yield field
+        elif field is not None:
+            advice = "name the one that is by --text-column, or move the file away"
+            error = _NoField if place.endswith(" 1") else UserError
+            raise error(f"{path} needs a field {column} that is a string; {place} is {reprlib.repr(record)}; {advice}")
+
+
+def _records(path: Path, text: io.TextIOWrapper) -> Iterator[tuple[str, Any]]:
     """The records of a file of JSON, and where they are: lines, or an array or an object over several lines."""
 
     def parse(place: str, content: str) -> Any:
@@ -354,32 +257,14 @@ def _records(path: Path, text: io.TextIOWrapper, kind: str) -> Iterator[tuple[st
 
     lines = ((number, line) for number, line in enumerate(text, 1) if line.strip())
     first = next(lines, None)
-    if first and kind == ".json" and not _is_object(first[1]):
+    if first is None:
+        return
+    in_lines = _kind(path.name)[0] == ".jsonl"
+    with contextlib.suppress(UserError):
+        in_lines = in_lines or isinstance(parse("", first[1]), dict)
+    if in_lines:
+        yield from ((f"line {n}", parse(f"in line {n}", line)) for n, line in chain([first], lines))
+    else:
         value = parse("as a whole", first[1] + text.read())
         records = value if isinstance(value, list) else [value]
-        yield from ((f"record {number}", record) for number, record in enumerate(records, 1))
-    elif first:
-        yield from ((f"line {number}", parse(f"in line {number}", line)) for number, line in chain([first], lines))
-
-
-def _is_object(line: str) -> bool:
-    try:
-        return isinstance(json.loads(line), dict)
-    except (ValueError, RecursionError):
-        return False
-
-
-class _NoField(UserError):
-    """A record of JSON has no text."""
-
-
-def _field(path: Path, place: str, record: Any, column: str) -> str | None:
-    """The text of a record, or None for a null."""
-    if not isinstance(record, dict):
-        has = f"is {type(record).__name__}"
-    elif column in record and isinstance(record[column], str | None):
-        return record[column]
-    else:
-        has = "has " + ", ".join(f"{name} ({type(value).__name__})" for name, value in record.items())
-    advice = "name the one that is by --text-column, or move the file away"
-    raise _NoField(f"{path} needs a field {column} that is a string; {place} {has}; {advice}")
+        yield from ((f"record {n}", record) for n, record in enumerate(records, 1))

@@ -18,18 +18,17 @@ def best_fit_rows(
 ) -> Iterator[np.ndarray]:
     """Rows (capacity,) uint16, each opened by a document's first id, of documents (length,) uint16 in batches.
 
-    The buffer is kept at buffer_size documents or more, a batch at a time. The longest document that fits whole goes
-    next; if none fits, the shortest is cut to fill the row and its rest is dropped. The first comes first among equals.
-    A last, unfilled row is dropped.
+    The buffer holds buffer_size documents or more, filled a batch at a time. The longest document that fits goes next;
+    if none fits, the shortest is cut to fill the row and its rest is dropped. The first comes first among equals. A
+    last, unfilled row is dropped.
 
-    split_documents: the rest goes back into the buffer as a document of its own, and a new row begins with what fits of
-    the longest document. A long one becomes whole rows and a rest, and nothing but the last row is dropped. A rest
-    opens with the document's first id, BOS, as every row must, and so that it is not read as going on from what stands
-    before it. That id replaces one which is in a row already: the documents are used up.
+    split_documents: the rest goes back into the buffer as a document, and a new row begins with what fits of the
+    longest document, so that nothing but the last row is dropped. A rest opens with the document's first id, BOS, as
+    every row must, in place of an id which is in a row already: the documents are used up.
     """
     source, exhausted = iter(batches), False
-    lengths: list[tuple[int, float]] = []  # (length, arrival), sorted
-    waiting: dict[float, np.ndarray] = {}
+    lengths: list[tuple[int, int]] = []  # (length, arrival), sorted
+    waiting: dict[int, np.ndarray] = {}
     arrivals = count()
 
     def wait(document: np.ndarray) -> None:
@@ -49,13 +48,11 @@ def best_fit_rows(
         remaining = capacity - used
         longest = math.inf if split_documents and not used else remaining
         position = bisect_right(lengths, (longest, math.inf)) - 1
-        if position >= 0:  # the longest that fits; step back to the first of its length
-            position = bisect_right(lengths, (lengths[position][0], -1))
-        else:
-            position = 0
-        length, index = lengths.pop(position)
+        # The longest that fits, and the first of its length; or else the shortest.
+        position = bisect_right(lengths, (lengths[position][0], -1)) if position >= 0 else 0
+        length, arrival = lengths.pop(position)
         taken = min(length, remaining)
-        document = waiting.pop(index)
+        document = waiting.pop(arrival)
         row[used : used + taken] = document[:taken]
         used += taken
         if split_documents and taken < length:

@@ -17,7 +17,6 @@ FORMAT = 1
 TRAIN_FIRST = "train_first"  # a third split: the beginning of the training text, packed again for evaluation
 MANIFEST = "manifest.json"
 PLAN = "plan.json"
-MUCH_CROPPED = 0.2
 
 
 def shard_path(folder: Path, shard: dict) -> Path:
@@ -36,15 +35,6 @@ def find_damage(folder: Path, manifest: dict) -> str | None:
     return None
 
 
-def read_intact(folder: Path) -> dict | None:
-    """The manifest of a folder where no shard is missing or truncated, or None if there is something to pack."""
-    try:
-        manifest = read_json(folder / MANIFEST, "manifest")
-    except UserError:
-        return None
-    return manifest if find_damage(folder, manifest) is None else None
-
-
 def splits_documents(manifest: dict[str, Any]) -> bool:
     """Whether documents of these rows, of a plan or a manifest, go on where a row ends."""
     return manifest.get("split_documents", False)
@@ -55,23 +45,25 @@ def read_plan(folder: Path) -> dict[str, Any] | None:
     return read_json(folder / PLAN, "packing plan") if (folder / PLAN).exists() else None
 
 
-def check_plan(folder: Path, identity: dict) -> None:
+def check_plan(folder: Path, identity: dict[str, Any]) -> None:
     """Raise UserError if `folder` holds rows of another tokenizer, length, corpus or cut than `identity` says."""
+    from nanochat_gka.data.corpora import file_changes  # imports pyarrow, which training does without
+
     plan = read_plan(folder)
     if plan is None:
         return
-    differences = {
+    changes, was_split = file_changes(plan, identity), splits_documents(plan)
+    names = {
         "tokenizer_sha256": "another tokenizer",
         "sequence_len": f"sequence length {plan.get('sequence_len')}",
-        "source": "other corpus files",
         "format": "another format",
+        "split_documents": f"--split-documents {'yes' if was_split else 'no'}",
     }
-    for key, words in differences.items():
-        if plan.get(key) != identity[key]:
-            raise UserError(f"{folder} was packed with {words}; {start_anew(folder)}")
-    if splits_documents(plan) != splits_documents(identity):
-        before = "yes" if splits_documents(plan) else "no"
-        raise UserError(f"{folder} was packed with --split-documents {before}; {start_anew(folder)}")
+    differences = [f"other corpus files: {changes}"] if changes else []
+    before = {**plan, "split_documents": was_split}
+    differences += [name for key, name in names.items() if before.get(key) != identity[key]]
+    if differences:
+        raise UserError(f"{folder} was packed with {differences[0]}; {start_anew(folder)}")
 
 
 def start_anew(folder: Path) -> str:
@@ -80,45 +72,30 @@ def start_anew(folder: Path) -> str:
     return f"choose another --out, or {delete}, and run the same command again"
 
 
-def begin(folder: Path, identity: dict) -> None:
-    """Note what is packed into `folder`, which is incomplete from now on."""
-    (folder / MANIFEST).unlink(missing_ok=True)
-    write_json(folder / PLAN, identity)
-
-
-def finish(folder: Path, manifest: dict) -> None:
+def finish(folder: Path, manifest: dict[str, Any]) -> None:
     """Make the shards of `manifest` the content of `folder`.
 
     Raises UserError, and deletes them, if they leave a split without rows.
     """
-    records = manifest["shards"]
-    if not all(any(record["rows"] for record in records if record["split"] == split) for split in SPLITS):
-        files = [f"{record['name']}.{suffix}" for record in records for suffix in ("bin", "json")]
-        for name in (*files, PLAN):  # the plan last: it guards the others
-            (folder / name).unlink()
-        problem = f"the corpus is too small for rows of {manifest['sequence_len']} tokens: {describe(manifest)}"
+    if not {*SPLITS} <= {record["split"] for record in manifest["shards"] if record["rows"]}:
+        for path in (*folder.glob("*_*.bin"), *folder.glob("*_*.json"), folder / PLAN):  # the plan guards the others
+            path.unlink()
+        problem = f"the corpus is too small for rows of {manifest['sequence_len']} tokens: {describe(manifest)[0]}"
         raise UserError(f"{problem}; lower --sequence-len, or give more text")
     write_json(folder / MANIFEST, manifest)
 
 
-def describe(manifest: dict) -> str:
-    """Rows of each split, what they are made of, and the share of the tokens that packing cropped."""
+def describe(manifest: dict[str, Any]) -> tuple[str, float]:
+    """In words the rows of each split, their documents and tokens; and the share of these tokens that is in no row.
+
+    BOS is not counted where documents are split, for every piece of a document has one.
+    """
     shards = [shard for shard in manifest["shards"] if shard["split"] in SPLITS]
     rows = {split: sum(shard["rows"] for shard in shards if shard["split"] == split) for split in SPLITS}
     documents, tokens = (sum(shard[key] for shard in shards) for key in ("documents", "tokens"))
-    made_of = f"{documents:,} documents"
+    packed, to_pack = sum(rows.values()) * (manifest["sequence_len"] + 1), tokens
     if splits_documents(manifest):
-        made_of += f" in {sum(shard['pieces'] for shard in shards):,} pieces"
+        packed, to_pack = packed - sum(shard["pieces"] for shard in shards), tokens - documents
+    cropped = 1 - packed / max(1, to_pack)
     counts = f"{rows['train']:,} training and {rows['val']:,} validation rows of {manifest['sequence_len']} tokens"
-    return f"{counts} from {made_of}, {cropped(manifest):.0%} of {tokens:,} tokens cropped"
-
-
-def cropped(manifest: dict) -> float:
-    """The share of the documents' tokens that are in no row. Each piece of a document that was split has one more."""
-    shards = [shard for shard in manifest["shards"] if shard["split"] in SPLITS]
-    packed = sum(shard["rows"] * (manifest["sequence_len"] + 1) for shard in shards)
-    tokens = sum(shard["tokens"] for shard in shards)
-    if splits_documents(manifest):  # without BOS on both sides
-        packed -= sum(shard["pieces"] for shard in shards)
-        tokens -= sum(shard["documents"] for shard in shards)
-    return 1 - packed / max(1, tokens)
+    return f"{counts} from {documents:,} documents, {cropped:.0%} of {tokens:,} tokens cropped", cropped

@@ -19,10 +19,9 @@ from trainkit_gka.files import read_json, write_json
 SPLIT_PATTERN = (
     r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}{1,2}| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+"
 )
-# Blanks inside a line. The pattern's engine remembers every blank of a run, at most a million of them, and a longer run
-# ends the process. Texts below LONG_TEXT characters are far from that.
+# Blanks inside a line. The pattern's engine remembers every blank of a run, and a run of a million ends the process.
 BLANKS = re.compile("[\t\v\f \x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000]{64,}")
-LONG_TEXT = 2**18
+LONG_TEXT = 2**18  # characters; a shorter text is far from that
 _NAMES = "bos user_start user_end assistant_start assistant_end python_start python_end output_start output_end"
 SPECIAL_TOKENS = tuple(f"<|{name}|>" for name in _NAMES.split())
 VOCAB = Bounds(256 + len(SPECIAL_TOKENS), 2**16)  # bytes and special tokens at least; ids are stored as uint16
@@ -34,7 +33,7 @@ class Tokenizer:
     """A trained vocabulary. Special tokens follow the merges; `bos_id` opens every document."""
 
     def __init__(self, ranks: dict[bytes, int], pattern: str = SPLIT_PATTERN, special_tokens=SPECIAL_TOKENS):
-        self.ranks, self.pattern = ranks, pattern
+        self.ranks, self.pattern, self.tokens = ranks, pattern, sorted(ranks, key=ranks.__getitem__)
         self.special = {token: len(ranks) + i for i, token in enumerate(special_tokens)}
         self.encoding = tiktoken.Encoding("gka", pat_str=pattern, mergeable_ranks=ranks, special_tokens=self.special)
         self.bos_id = self.special[SPECIAL_TOKENS[0]]
@@ -62,17 +61,12 @@ class Tokenizer:
             ranks = {base64.b64decode(token): rank for rank, token in enumerate(data["tokens"])}
             return cls(ranks, data["pattern"], tuple(data["special_tokens"]))
         except (KeyError, TypeError, ValueError) as error:
-            raise UserError(
-                f"{path} is not a tokenizer ({error!r}); train one by python -m nanochat_gka.tokenizer"
-            ) from None
+            advice = "train one by python -m nanochat_gka.tokenizer"
+            raise UserError(f"{path} is not a tokenizer ({error!r}); {advice}") from None
 
     def to_json(self) -> dict:
-        ordered = sorted(self.ranks, key=self.ranks.__getitem__)
-        return {
-            "pattern": self.pattern,
-            "special_tokens": list(self.special),
-            "tokens": [base64.b64encode(token).decode() for token in ordered],
-        }
+        tokens = [base64.b64encode(token).decode() for token in self.tokens]
+        return {"pattern": self.pattern, "special_tokens": list(self.special), "tokens": tokens}
 
     def save(self, folder: Path, name: str = FILE_NAME) -> None:
         write_json(Path(folder) / name, self.to_json())
@@ -92,10 +86,8 @@ class Tokenizer:
 
     def encode_document(self, text: str) -> np.ndarray:
         """uint16 ids of a document, opened by BOS."""
-        parts = [
-            encoding.encode_to_numpy(part, allowed_special=set(), disallowed_special=())
-            for part, encoding in self._parts(text)
-        ]
+        kinds = {"allowed_special": set(), "disallowed_special": ()}
+        parts = [encoding.encode_to_numpy(part, **kinds) for part, encoding in self._parts(text)]
         return np.concatenate([[self.bos_id], *parts], dtype=np.uint16, casting="unsafe")
 
     def _parts(self, text: str) -> Iterator[tuple[str, tiktoken.Encoding]]:
@@ -111,33 +103,32 @@ class Tokenizer:
         return self.encoding.decode(list(ids))
 
     def token_bytes(self) -> torch.Tensor:
-        """(vocab_size,) int64: UTF-8 length of every token's decoded string, 0 for special tokens.
+        """(vocab_size,) int64: UTF-8 length of every token's decoded string, 0 for special tokens, as in nanochat.
 
-        A token that is not valid UTF-8, as a part of a character is, decodes to U+FFFD and counts 3 bytes: as in
-        nanochat, to which bits per byte are compared. In a text that is not ASCII that is up to 3 times too many.
+        A token that is not valid UTF-8, as a part of a character is, decodes to U+FFFD and counts 3 bytes. In a text
+        that is not ASCII that is up to 3 times too many.
         """
         lengths = [len(self.decode([i]).encode()) for i in range(len(self.ranks))]
         return torch.tensor(lengths + [0] * len(self.special))
 
     def utf8_bytes(self) -> torch.Tensor:
         """(vocab_size,) int64: the bytes that every token stands for, 0 for special tokens. A text's sum to its own."""
-        lengths = [len(token) for token in sorted(self.ranks, key=self.ranks.__getitem__)]
-        return torch.tensor(lengths + [0] * len(self.special))
+        return torch.tensor([*map(len, self.tokens)] + [0] * len(self.special))
 
 
 def split_at_blanks(text: str) -> Iterator[tuple[str, bool]]:
-    """`text` in parts, of which those marked True are one chunk of SPLIT_PATTERN; the others have the whole's chunks.
+    """`text` in parts, of which those marked True are one chunk of SPLIT_PATTERN; the others have the text's chunks.
 
-    A short text is one part. In a long one, every long run of blanks that no line end follows is a part, as the pattern
-    has it: the run is one chunk, but for its last blank if a word follows, for that belongs to what comes next. What
-    stands before a run or after it is split as if the run were not there, since the pattern looks back nowhere.
+    A short text is one part. In a long one, a long run of blanks that no line end follows is a part, for the pattern
+    makes it one chunk, but for its last blank if a word follows: that belongs to the word. What stands before a run or
+    after it is split as if the run were not there, since the pattern never looks back.
     """
     done = 0
     if len(text) >= LONG_TEXT:
         for run in BLANKS.finditer(text):
-            last = text[run.end() : run.end() + 1]
-            if last not in ("\r", "\n"):
-                end = run.end() - len(last)
+            following = text[run.end() : run.end() + 1]
+            if following not in ("\r", "\n"):
+                end = run.end() - len(following)
                 yield text[done : run.start()], False
                 yield text[run.start() : end], True
                 done = end

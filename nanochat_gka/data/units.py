@@ -1,4 +1,4 @@
-"""Units of packing work. Each is packed on its own, so that the rows do not depend on the number of processes.
+"""Units of packing work, and the processes that pack them: their number does not change the rows.
 
 Training rows come in units of a few parquet row groups. Where documents are split, a large row group is cut into
 several; whole documents are packed as ever, so that their rows stay the same. A validation file is one unit, and so is
@@ -9,9 +9,13 @@ record); nanochat would go on with the next file or epoch there.
 
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
 from itertools import islice
+from multiprocessing import active_children
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -22,7 +26,10 @@ from nanochat_gka.data.shards import TRAIN_FIRST
 from nanochat_gka.data.tokenizer import Tokenizer
 from trainkit_gka.cli import UserError
 from trainkit_gka.files import atomic, read_json, sha256, write_json
+from trainkit_gka.progress import progress_bar, rate
+from trainkit_gka.workers import begin, context, cores, interrupt_held_back
 
+AHEAD = 2  # units per process that wait or run, so that the queue does not grow with the corpus
 ROW_GROUPS_PER_UNIT = 8
 DOCUMENTS_PER_PART, BYTES_PER_PART = 8192, 2**25  # the least of each in a part of a row group
 MOST_PARTS = 8  # a part reads past those before it
@@ -30,44 +37,53 @@ FIRST_TOKENS = 20_971_520  # what nanochat evaluates on
 
 
 @dataclass(frozen=True)
+class PackJob:
+    """What is packed, and how: the tokenizer is the one in `out`; split_documents: as in `best_fit_rows`."""
+
+    corpus: Path
+    out: Path
+    sequence_len: int
+    split_documents: bool = False
+
+
+@dataclass(frozen=True)
 class Unit:
-    """A share of the work: row groups [first, last) of one file. The split is "train", "val" or "train_first"."""
+    """A share of the work: row groups [first, last) of one file. The split is "train", "val" or "train_first".
+
+    part, parts: which part, from 0, of how many of one row group that is large; None for all of them.
+    """
 
     name: str
     split: str
     file: str
     first: int
     last: int
+    part: int | None = None
+    parts: int | None = None
+
+    def note(self) -> dict[str, Any]:
+        """The fields that records hold."""
+        return {key: value for key, value in vars(self).items() if value is not None}
 
     def batches(self, corpus: Path) -> Iterator[list[str]]:
         """Its documents, as nanochat's loader batches them."""
-        return document_batches(corpus / self.file, range(self.first, self.last))
+        return document_batches(corpus / self.file, range(self.first, self.last), (self.part or 0, self.parts or 1))
 
 
-@dataclass(frozen=True)
-class GroupPart(Unit):
-    """Part `part`, from 0, of `parts` of one row group that is large."""
+def plan_units(corpus: ParquetCorpus, split_documents: bool = False) -> list[Unit]:
+    """The corpus in units, the large ones first: they take longest.
 
-    part: int
-    parts: int
-
-    def batches(self, corpus: Path) -> Iterator[list[str]]:
-        return document_batches(corpus / self.file, range(self.first, self.last), (self.part, self.parts))
-
-
-def plan_units(corpus: ParquetCorpus, cut: bool = False) -> list[Unit]:
-    """The corpus in units, the two large ones first: they take longest. cut: large row groups are several units."""
-    single = {"val": corpus.files("val"), TRAIN_FIRST: corpus.files("train")[:1]}
+    split_documents: large row groups are several units, and there is none of `train_first`, for nanochat's first rows
+    are of documents that are not split.
+    """
+    single = {"val": corpus.files("val"), TRAIN_FIRST: [] if split_documents else corpus.files("train")[:1]}
     units = [
         Unit(f"{split}_{number:06d}", split, path.name, 0, open_parquet(path).num_row_groups)
         for split, paths in single.items()
         for number, path in enumerate(paths)
     ]
-    shares = [(path.name, *share) for path in corpus.files("train") for share in _shares(path, cut)]
-    for number, (file, first, last, *part) in enumerate(shares):
-        name = f"train_{number:06d}", "train", file, first, last
-        units.append(GroupPart(*name, *part) if part else Unit(*name))
-    return units
+    shares = ((path.name, *share) for path in corpus.files("train") for share in _shares(path, split_documents))
+    return units + [Unit(f"train_{number:06d}", "train", *share) for number, share in enumerate(shares)]
 
 
 def _shares(path: Path, cut: bool) -> Iterator[tuple[int, ...]]:
@@ -88,18 +104,16 @@ def _parts(group: pq.RowGroupMetaData) -> int:
     return max(1, min(MOST_PARTS, usual))
 
 
-def pack_unit(
-    unit: Unit, corpus: Path, tokenizer: Tokenizer, sequence_len: int, out: Path, split_documents: bool = False
-) -> dict:
-    """Pack one unit into `out` and return its record: rows, sha256, and what went in.
+def pack_unit(unit: Unit, job: PackJob, tokenizer: Tokenizer) -> dict[str, Any]:
+    """Pack one unit into `job.out` and return its record: rows, sha256, and what went in.
 
-    split_documents: as in `best_fit_rows`; the record then counts the pieces, of which each has a BOS.
+    Of split documents the record counts the pieces, of which each has a BOS.
     """
     started = time.perf_counter()
-    stats = {"documents": 0, "bytes": 0, "tokens": 0, "rows": 0} | ({"pieces": 0} if split_documents else {})
+    stats = {"documents": 0, "bytes": 0, "tokens": 0, "rows": 0} | ({"pieces": 0} if job.split_documents else {})
 
-    def batches():
-        for texts in unit.batches(corpus):
+    def batches() -> Iterator[list[np.ndarray]]:
+        for texts in unit.batches(job.corpus):
             documents = [tokenizer.encode_document(text) for text in texts]
             stats["documents"] += len(texts)
             stats["bytes"] += sum(len(text.encode()) for text in texts)
@@ -107,29 +121,93 @@ def pack_unit(
             yield documents
         stats["upstream_rows"] = stats["rows"]  # from here on the buffer runs empty
 
-    max_rows = -(-FIRST_TOKENS // sequence_len) if unit.split == TRAIN_FIRST else None
-    with atomic(out / f"{unit.name}.bin") as temporary:
+    rows = best_fit_rows(batches(), job.sequence_len + 1, split_documents=job.split_documents)
+    max_rows = -(-FIRST_TOKENS // job.sequence_len) if unit.split == TRAIN_FIRST else None
+    with atomic(job.out / f"{unit.name}.bin") as temporary:
         with open(temporary, "wb") as stream:
-            for row in islice(best_fit_rows(batches(), sequence_len + 1, split_documents=split_documents), max_rows):
+            for row in islice(rows, max_rows):
                 stream.write(row.astype("<u2").tobytes())
                 stats["rows"] += 1
-                if split_documents:
+                if job.split_documents:
                     stats["pieces"] += int(np.count_nonzero(row == tokenizer.bos_id))
         digest = sha256(temporary)
-    stats["upstream_rows"] = 0 if split_documents else stats.get("upstream_rows", stats["rows"])
-    record = {**asdict(unit), **stats, "sha256": digest, "seconds": round(time.perf_counter() - started, 3)}
-    write_json(out / f"{unit.name}.json", record)
+    stats["upstream_rows"] = 0 if job.split_documents else stats.get("upstream_rows", stats["rows"])
+    record = {**unit.note(), **stats, "sha256": digest, "seconds": round(time.perf_counter() - started, 3)}
+    write_json(job.out / f"{unit.name}.json", record)
     return record
 
 
-def read_record(unit: Unit, out: Path) -> dict | None:
-    """The record of a unit that `out` holds whole, or None if the unit has to be packed."""
-    record_path, rows_path = out / f"{unit.name}.json", out / f"{unit.name}.bin"
-    if not (record_path.exists() and rows_path.exists()):
-        return None
+def read_record(unit: Unit, out: Path) -> dict[str, Any] | None:
+    """The record of a unit of which `out` holds all rows, or None if the unit has to be packed."""
+    rows = out / f"{unit.name}.bin"
     try:
-        record = read_json(record_path, "unit record")
+        record = read_json(out / f"{unit.name}.json", "unit record")
     except UserError:
         return None
-    matches = asdict(unit).items() <= record.items()
-    return record if matches and sha256(rows_path) == record.get("sha256") else None
+    matches = unit.note().items() <= record.items() and rows.exists()
+    return record if matches and sha256(rows) == record.get("sha256") else None
+
+
+def pack_units(units: list[Unit], job: PackJob, workers: int) -> tuple[list[dict[str, Any]], float | None]:
+    """Pack the units that `job.out` lacks. Those that it holds are checked and stay.
+
+    workers: processes; 0 = one for each core that this process may use. Returns the units' records in order, without
+    the seconds they took, and the MB of text that a worker packed in a second, None if nothing was packed. Raises
+    UserError if a process is killed.
+    """
+    processes = max(1, min(workers or cores(), len(units)))
+    records, size, seconds, reused, started = {}, 0, 0.0, 0, time.perf_counter()
+    with (
+        ProcessPoolExecutor(processes, context("nanochat_gka"), _start_worker, (job,)) as pool,
+        progress_bar() as bar,
+    ):
+        task = bar.add_task("packing", total=len(units), status="")
+        try:
+            for record, is_new in _in_any_order(pool, units, processes * AHEAD):
+                # Without the time, records are the same wherever and however often a unit is packed.
+                took = record.pop("seconds", 0.0)
+                records[record["name"]] = record
+                reused += not is_new
+                if is_new:
+                    size, seconds = size + record["bytes"], seconds + took
+                speed = rate(size / 1e6 / (time.perf_counter() - started), "MB/s") if seconds else "checking"
+                bar.update(task, advance=1, status=speed)
+        except BrokenProcessPool:
+            advice = "run the same command again, perhaps with fewer --workers"
+            raise UserError(f"a worker process was killed (out of memory?); {advice}") from None
+        except BaseException:
+            for worker in active_children():
+                worker.kill()
+            raise
+    if reused:
+        print(f"{job.out}: {reused} of {len(units)} units were packed before")
+    return [records[unit.name] for unit in units], size / 1e6 / seconds if seconds else None
+
+
+def _in_any_order(pool: ProcessPoolExecutor, units: list[Unit], most: int) -> Iterator[tuple[dict[str, Any], bool]]:
+    """What `_pack` returns for every unit; at most `most` units are with the processes."""
+    waiting, running = iter(units), set()
+    while True:
+        with interrupt_held_back():  # processes start here
+            running |= {pool.submit(_pack, unit) for unit in islice(waiting, most - len(running))}
+        if not running:
+            return
+        done, running = wait(running, return_when=FIRST_COMPLETED)
+        for future in done:
+            yield future.result()
+
+
+_worker: dict[str, Any] = {}
+
+
+def _start_worker(job: PackJob) -> None:
+    """Load the tokenizer once per process."""
+    begin()
+    _worker.update(job=job, tokenizer=Tokenizer.load(job.out))
+
+
+def _pack(unit: Unit) -> tuple[dict[str, Any], bool]:
+    """The unit's record, and whether it had to be packed."""
+    if record := read_record(unit, _worker["job"].out):
+        return record, False
+    return pack_unit(unit, **_worker), True

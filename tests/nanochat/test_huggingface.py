@@ -1,14 +1,17 @@
 """CORE of Hugging Face's models: a tiny GPT-2 and a tiny Llama against one prompt at a time."""
 
 import json
-import re
 import socket
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import tokenizers
 import torch
+import transformers
+from tokenizers import decoders, models, pre_tokenizers, trainers
 
 import hub
 import tiny
@@ -18,6 +21,11 @@ from nanochat_gka.eval_core import CoreConfig, main
 from trainkit_gka.progress import read_lines
 
 LIMIT = 48  # tokens, fewer than tiny_core's longest prompts have
+KINDS = {
+    "gpt2": dict(n_positions=LIMIT, n_embd=32, n_layer=2, n_head=2),
+    "llama": dict(max_position_embeddings=LIMIT, hidden_size=32, intermediate_size=48)
+    | dict(num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2),
+}
 
 
 def evaluate(path, bundle, out, *more):
@@ -26,76 +34,49 @@ def evaluate(path, bundle, out, *more):
     return tiny.exit_code(main, CoreConfig, *flags)
 
 
-def write_tokenizer(folder: Path, bos: str) -> int:
-    """A byte-level BPE as GPT-2's, trained on tiny_core's words; returns the size of its vocabulary."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-    from transformers import PreTrainedTokenizerFast
-
-    tokenizer = Tokenizer(models.BPE())
+def write_model(folder: Path, kind: str, embeddings: int = 305) -> torch.nn.Module:
+    """With a byte-level BPE as GPT-2's, trained on tiny_core's words."""
+    tokenizer = tokenizers.Tokenizer(models.BPE())
     tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=300, special_tokens=[bos], initial_alphabet=alphabet, show_progress=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=300, special_tokens=["<s>"], initial_alphabet=alphabet, show_progress=False
+    )
     tokenizer.train_from_iterator([" ".join(tiny.WORDS)], trainer)
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token=bos).save_pretrained(folder)
-    return tokenizer.get_vocab_size()
-
-
-def write_model(folder: Path, kind: str) -> torch.nn.Module:
-    import transformers
-
-    size = write_tokenizer(folder, {"gpt2": "<|endoftext|>", "llama": "<s>"}[kind])
+    transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>").save_pretrained(folder)
     torch.manual_seed(0)
-    if kind == "gpt2":
-        sizes = dict(n_positions=LIMIT, n_embd=32, n_layer=2, n_head=2)
-        config = transformers.GPT2Config(vocab_size=size, initializer_range=0.3, **sizes)
-        model = transformers.GPT2LMHeadModel(config)
-    else:
-        sizes = dict(max_position_embeddings=LIMIT, hidden_size=32, intermediate_size=48, num_hidden_layers=2)
-        heads = dict(num_attention_heads=4, num_key_value_heads=2)
-        config = transformers.LlamaConfig(vocab_size=size + 5, initializer_range=0.3, **sizes, **heads)
-        model = transformers.LlamaForCausalLM(config)
+    config = transformers.AutoConfig.for_model(kind, vocab_size=embeddings, initializer_range=0.3, **KINDS[kind])
+    model = transformers.AutoModelForCausalLM.from_config(config)
     model.save_pretrained(folder)
     return model.eval()
 
 
-class Plain:
-    """What upstream does with a tokenizer: the library's own, and a special token in front."""
-
-    def __init__(self, folder: Path, bos: str):
-        from tokenizers import Tokenizer
-
-        self.tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-        self.bos_id = self.tokenizer.token_to_id(bos)
-
-    def encode(self, text: str) -> list[int]:
-        return self.tokenizer.encode(text, add_special_tokens=False).ids
-
-
-@pytest.mark.parametrize("kind,bos", [("gpt2", "<|endoftext|>"), ("llama", "<s>")])
-def test_scores_equal_the_naive_scorer_at_any_length(kind, bos, bundle, tmp_path):
-    model, folder = write_model(tmp_path / "tiny-model", kind), tmp_path / "tiny-model"
-    assert evaluate(folder, bundle, tmp_path / "out", "--batch-tokens", 200) == 0
-    records = read_lines(tmp_path / "out/tiny-model.jsonl")
-    lines = {line["config"]["task"]: line for line in records if line["kind"] == "core"}
-    plain, longest = Plain(folder, bos), []
+@pytest.mark.parametrize("kind", KINDS)
+def test_scores_equal_the_naive_scorer_at_any_length(kind, bundle, tmp_path):
+    """With a tokenizer as upstream uses it: the library's, and a special token in front."""
+    folder, out = tmp_path / "tiny-model", tmp_path / "out"
+    model = write_model(folder, kind)
+    assert evaluate(folder, bundle, out, "--batch-tokens", 200) == 0
+    records = [line for line in read_lines(out / "tiny-model.jsonl") if line["kind"] == "core"]
+    scores = {line["config"]["task"]: line["metrics"]["accuracy"] for line in records}
+    tokenizer, lengths = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json")), []
+    plain = SimpleNamespace(bos_id=0, encode=lambda text: tokenizer.encode(text, add_special_tokens=False).ids)
 
     def logits(ids):
-        longest.append(ids.shape[1])
+        lengths.append(ids.shape[1])
         return model(ids).logits
 
     logits.device = "cpu"
     for label in tiny_core.TASKS:
         want = naive_task(logits, plain, bundle, label, max_seq_len=LIMIT, together=False)
-        assert lines[label]["metrics"]["accuracy"] == want.accuracy, label
-    assert max(longest) == LIMIT and len({line["metrics"]["accuracy"] for line in lines.values()}) > 2
-    last = (tmp_path / "out/tiny-model.csv").read_text().splitlines()[-1]
-    assert last.startswith("mean of 5 tasks (max 15 each)")
-    assert evaluate(folder, bundle, tmp_path / "out", "--max-seq-len", 20) == 0
-    assert (tmp_path / "out/tiny-model_len20.csv").exists()
+        assert scores[label] == want.accuracy, label
+    assert max(lengths) == LIMIT and len(set(scores.values())) > 2
+    assert (out / "tiny-model.csv").read_text().splitlines()[-1].startswith("mean of 5 tasks (max 15 each)")
+    assert evaluate(folder, bundle, out, "--max-seq-len", 20) == 0 and (out / "tiny-model_len20.csv").exists()
 
 
 def test_a_hub_that_does_not_answer_may_answer_the_next_time(bundle, tmp_path):
-    """Its client says what it tries, waiting between attempts; here it does not wait."""
+    """Its client waits between its attempts; here it does not wait."""
     with socket.socket() as silent:
         silent.bind(("127.0.0.1", 0))
         env = hub.environment(silent.getsockname()[1]) | {"HF_HOME": str(tmp_path)}
@@ -106,28 +87,32 @@ def test_a_hub_that_does_not_answer_may_answer_the_next_time(bundle, tmp_path):
     assert done.stderr.splitlines()[-1].startswith("error: --hf-path some/model: no causal language model")
 
 
-def test_models_that_cannot_be_loaded_are_one_line(bundle, tmp_path, capsys):
-    model = write_model(tmp_path / "good", "gpt2")
+def pickle(folder: Path) -> None:
+    torch.save(write_model(folder, "gpt2").state_dict(), folder / "pytorch_model.bin")
+    (folder / "model.safetensors").unlink()
 
-    def check(folder, message):
-        assert evaluate(folder, bundle, tmp_path / "out") == 2
-        error = capsys.readouterr().err
-        assert re.search(message, error) and len(error.splitlines()) == 1, error
 
-    check(tmp_path / "nothing", "no causal language model that can be loaded from safetensors")
-    model.save_pretrained(tmp_path / "pickled")
-    write_tokenizer(tmp_path / "pickled", "<|endoftext|>")
-    (tmp_path / "pickled/model.safetensors").unlink()
-    torch.save(model.state_dict(), tmp_path / "pickled/pytorch_model.bin")
-    check(tmp_path / "pickled", "no causal language model that can be loaded from safetensors")
-    config = json.loads((tmp_path / "good/config.json").read_text())
+def bring_code(folder: Path) -> None:
+    """The configuration names classes in a file beside it, which must not run."""
+    write_model(folder, "gpt2")
     classes = {"AutoConfig": "mine.Config", "AutoModelForCausalLM": "mine.Model"}
-    remote = {**config, "model_type": "mine", "auto_map": classes}
-    (tmp_path / "good/config.json").write_text(json.dumps(remote))
-    (tmp_path / "good/mine.py").write_text(f"open({str(tmp_path / 'executed')!r}, 'w')")
-    check(tmp_path / "good", "no causal language model that can be loaded from safetensors")
-    assert not (tmp_path / "executed").exists()
-    small = type(model)(type(model.config)(vocab_size=100, n_positions=LIMIT, n_embd=32, n_layer=1, n_head=2))
-    small.save_pretrained(tmp_path / "small")
-    write_tokenizer(tmp_path / "small", "<|endoftext|>")
-    check(tmp_path / "small", r"the tokenizer has ids up to \d+, the model has 100 embeddings")
+    config = json.loads((folder / "config.json").read_text()) | {"model_type": "mine", "auto_map": classes}
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "mine.py").write_text(f"open({str(folder / 'executed')!r}, 'w')")
+
+
+NO_MODEL = "no causal language model that can be loaded from safetensors"
+BAD_MODELS = {
+    "nothing": (lambda folder: None, NO_MODEL),
+    "pickled": (pickle, NO_MODEL),
+    "code": (bring_code, NO_MODEL),
+    "few embeddings": (lambda folder: write_model(folder, "gpt2", 100), "the model has 100 embeddings"),
+}
+
+
+@pytest.mark.parametrize("write, message", BAD_MODELS.values(), ids=BAD_MODELS)
+def test_models_that_cannot_be_loaded_are_one_line(write, message, bundle, tmp_path, capsys):
+    write(tmp_path / "model")
+    assert evaluate(tmp_path / "model", bundle, tmp_path / "out") == 2
+    error = capsys.readouterr().err
+    assert message in error and len(error.splitlines()) == 1 and not (tmp_path / "model/executed").exists()

@@ -19,7 +19,7 @@ from nanochat_gka import corpus, pack, tokenizer
 from nanochat_gka.data.loader import PackedData
 from nanochat_gka.data.packing import best_fit_rows
 from nanochat_gka.data.tokenizer import Tokenizer
-from tiny_pack import automatic, bins, config, cut, rewrite_json, write_parquet
+from tiny_pack import bins, config, rewrite_json, write_parquet
 
 BOS = 50_000
 
@@ -27,13 +27,15 @@ BOS = 50_000
 # The rules
 
 
-def make_document(bos: int, token: int, length: int) -> np.ndarray:
-    return np.array([bos] + [token] * length, dtype=np.uint16)
+def cut(documents: list, size: int) -> list[list]:
+    """Batches of `size`, the last one shorter."""
+    return [documents[first : first + size] for first in range(0, len(documents), size)]
 
 
 def test_rows_are_upstreams():
     want = golden.GOLDEN["packing"]
-    documents = [make_document(BOS, k, 3 + (k * k * 31 + 17 * k) % 61) for k in range(400)]
+    lengths = [3 + (k * k * 31 + 17 * k) % 61 for k in range(400)]
+    documents = [np.array([BOS] + [k] * length, dtype=np.uint16) for k, length in enumerate(lengths)]
     rows = best_fit_rows(cut(documents, want["tokenizer_batch_size"]), want["T"] + 1, buffer_size=want["buffer_size"])
     expected = [[token for token, count in runs for _ in range(count)] for runs in want["rows"]]
     assert [next(rows).tolist() for _ in expected] == expected
@@ -89,13 +91,12 @@ def upstream_rows(paths: list[Path], vocabulary: Tokenizer, capacity: int, count
 def odd(tmp_path_factory):
     """Row groups of sizes that 128 does not divide, empty documents, documents longer than a row."""
     root = tmp_path_factory.mktemp("odd")
+    (root / "corpus").mkdir()
+    schema, sizes = pa.schema([("text", pa.string())]), [1, 77, 130, 300, 129, 513] * 3
     for number in range(3):
         documents = enumerate(tiny.documents(2500, number))
         texts = ["" if k % 11 == 3 else text * (9 if k % 13 == 5 else 1) for k, text in documents]
-        schema = pa.schema([("text", pa.string())])
-        (root / "corpus").mkdir(exist_ok=True)
         with pq.ParquetWriter(root / "corpus" / f"{number}.parquet", schema) as writer:
-            sizes = [1, 77, 130, 300, 129, 513] * 3
             for first, size in zip(np.cumsum([0, *sizes]), sizes):
                 writer.write_table(pa.table({"text": texts[first : first + size]}, schema))
     tokenizer.main(tokenizer.TokenizerConfig(corpus=root / "corpus", out=root / "tokenizer", vocab_size=300))
@@ -103,38 +104,28 @@ def odd(tmp_path_factory):
     return root
 
 
-def first_rows(data: PackedData, split: str, count: int) -> list[list[int]]:
-    """The first rows that an evaluation reads, with their last targets."""
-    ids, targets = data.eval_rows(split, count * 32).batch(range(count))
-    return torch.cat([ids, targets[:, -1:]], dim=1).tolist()
-
-
-@pytest.mark.parametrize("split,name", [("val", "val"), ("train", "train_first")])
-def test_rows_for_evaluation_are_upstreams(odd, split, name):
-    data = PackedData(odd / "packed")
-    (record,) = (shard for shard in data.manifest["shards"] if shard["split"] == name)
-    count = record["upstream_rows"]
-    assert len(data.split(name)) > count > 500
-    paths = sorted((odd / "corpus").glob("*.parquet"))
-    want = upstream_rows(paths[-1:] if split == "val" else paths[:-1], data.tokenizer, 33, count)
-    assert first_rows(data, split, count) == want
-
-
-def test_a_warning_when_more_rows_are_asked_than_are_upstreams(odd):
-    """The first of two training files is kept, and nanochat reads a file again before the buffer runs empty."""
-    data, said = PackedData(odd / "packed"), []
-    kept = len(data.split("train_first"))
-    covered = min(shard["upstream_rows"] for shard in data.manifest["shards"] if shard["split"] != "train")
-    assert covered < kept < len(data.split("train")) - 1
-    all_kept = data.split("train_first").batch(range(kept))[0]
-    assert torch.equal(data.eval_rows("train", kept * 32).batch(range(kept))[0], all_kept)
-    for rows, choice in ((covered, "upstream"), (covered + 1, "spaced"), (kept + 1, "spaced")):
-        data.warn_of_rows(choice, rows * 32, said.append)
-        assert not said and data.name_rows(rows * 32, choice) == choice
-    for rows, named in ((covered + 1, f"{covered:,}"), (kept + 1, f"{kept:,}")):
-        data.warn_of_rows("upstream", rows * 32, said.append)
-        assert named in said[0] and data.name_rows(rows * 32) == "first"
-        said.clear()
+def test_rows_for_evaluation_are_upstreams_and_are_called_so(odd):
+    """As far as nanochat's loader reads a file before its buffer runs empty, and as far as they are stored."""
+    data, paths = PackedData(odd / "packed"), sorted((odd / "corpus").glob("*.parquet"))
+    shards = {shard["name"]: shard for shard in data.manifest["shards"]}
+    counts = {}
+    for split, name, files in (("val", "val", paths[-1:]), ("train", "train_first", paths[:-1])):
+        counts[split] = count = shards[f"{name}_000000"]["upstream_rows"]
+        assert len(data.split(name)) > count > 500
+        ids, targets = data.eval_rows(split, count * 32).batch(range(count))
+        rows = torch.cat([ids, targets[:, -1:]], dim=1).tolist()
+        assert rows == upstream_rows(files, data.tokenizer, 33, count)
+    covered, stored = min(counts.values()), len(data.split("train_first"))
+    assert covered < stored < len(data.split("train"))
+    for tokens, name, count in (
+        (320, "train_first", 10),
+        (1, "train_first", 1),
+        (-1, "train", len(data.split("train"))),
+    ):
+        rows = data.eval_rows("train", tokens)
+        assert len(rows) == count and torch.equal(rows.batch(range(count))[1], data.split(name).batch(range(count))[1])
+    names = [data.name_rows(count * 32) for count in (covered, covered + 1, stored + 1)]
+    assert names == ["upstream", "first", "first"] and data.name_rows(covered * 32, "spaced") == "spaced"
 
 
 # People's own text
@@ -144,57 +135,60 @@ LONG = "\n\n".join(" ".join(tiny.documents(3, number)) for number in range(120))
 TEXTS = [LONG, LONG.upper(), *tiny.documents(30, 1)]
 
 
-@pytest.fixture
-def own(packed, tmp_path):
-    """A folder with a corpus of two books of 360 sentences and some notes, and the tokenizer."""
-    write_parquet(tmp_path / "corpus", shard_00000=TEXTS, shard_00001=[LONG.title()])
-    shutil.copytree(packed / "tokenizer", tmp_path / "tokenizer")
-    return tmp_path
+@pytest.fixture(scope="module")
+def books(packed, tmp_path_factory):
+    """A corpus of two books of 360 sentences and some notes, the tokenizer, and rows of both kinds."""
+    root = tmp_path_factory.mktemp("books")
+    write_parquet(root / "corpus", shard_00000=TEXTS, shard_00001=[LONG.title()])
+    shutil.copytree(packed / "tokenizer", root / "tokenizer")
+    for name, choice in (("unsplit", "no"), ("split", "auto")):
+        pack.main(config(root, root / name, split_documents=choice))
+    return root
 
 
-def test_own_text_is_not_cropped(own, capsys):
-    """nanochat's rows hold the beginning of a book and throw the rest away, and then packing says what to change."""
-    pack.main(config(own, own / "theirs"))
-    assert "pack with --split-documents yes" in capsys.readouterr().out
-    pack.main(automatic(own, own / "ours"))
-    data, said = PackedData(own / "ours"), capsys.readouterr().out
-    pieces = sum(shard["pieces"] for shard in data.manifest["shards"])
-    assert "in no row" not in said and pieces > 33
+def test_own_text_is_not_cropped(books, capsys):
+    """nanochat's rows hold the beginning of a book and drop its rest, and then packing prints what to change."""
+    for name, choice in (("unsplit", "no"), ("split", "auto")):
+        pack.main(config(books, books / name, split_documents=choice))
+        output = capsys.readouterr().out
+        assert ("--split-documents yes" in output) == ("in no row" in output) == (name == "unsplit")
+    data = PackedData(books / "split")
     rows = np.fromfile(data.folder / "train_000000.bin", "<u2").reshape(-1, data.sequence_len + 1)
-    kept, given_ids = np.sum(rows != data.tokenizer.bos_id), sum(len(data.tokenizer.encode(text)) for text in TEXTS)
-    assert given_ids - 33 < kept <= given_ids and (rows[:, 0] == data.tokenizer.bos_id).all()
+    in_rows = np.sum(rows != data.tokenizer.bos_id)
+    tokens = sum(len(data.tokenizer.encode(text)) for text in TEXTS)
+    assert tokens - 33 < in_rows <= tokens and (rows[:, 0] == data.tokenizer.bos_id).all()
+    assert sum(shard["pieces"] for shard in data.manifest["shards"]) > 33
     assert data.name_rows(320) == "spaced"
 
 
-def test_rows_of_fineweb_stay_nanochats(own):
+def test_rows_of_fineweb_stay_nanochats(books, tmp_path):
     """By the note of the command that fetches FineWeb-Edu: in the folder it was fetched to and in one of links."""
-    pack.main(config(own, own / "theirs"))
     for source in ("fineweb", "other"):
-        folder = shutil.copytree(own / "corpus", own / source)
+        folder = shutil.copytree(books / "corpus", tmp_path / source)
         (folder / "source.json").write_text(json.dumps({"source": source}))
-    corpus.main(corpus.CorpusConfig("fineweb", own / "fineweb-2", 2, downloads=own / "fineweb"))
-    for name in ("fineweb", "fineweb-2", "other"):
-        pack.main(automatic(own, own / f"packed-{name}", corpus=own / name))
-        assert (bins(own / f"packed-{name}") == bins(own / "theirs")) == (name != "other")
+    corpus.main(corpus.CorpusConfig("fineweb", tmp_path / "linked", 2, downloads=tmp_path / "fineweb"))
+    for name in ("fineweb", "linked", "other"):
+        out = tmp_path / f"packed-{name}"
+        pack.main(config(books, out, corpus=tmp_path / name, split_documents="auto"))
+        assert (bins(out) == bins(books / "unsplit")) == (name != "other")
 
 
-def test_a_run_is_not_continued_on_other_rows_of_the_same_text(own):
+def test_a_run_is_not_continued_on_other_rows_of_the_same_text(books, tmp_path):
     """Split where the run's were not, or packed in another way."""
-    run = own / "run"
-    for folder, choice in (("split", "yes"), ("whole", "no"), ("others", "no")):
-        pack.main(config(own, own / folder, split_documents=choice))
-    shards = json.loads((own / "others/manifest.json").read_text())["shards"]
+    shutil.copytree(books / "unsplit", tmp_path / "other")
+    shards = json.loads((tmp_path / "other/manifest.json").read_text())["shards"]
     next(shard for shard in shards if shard["split"] == "train")["sha256"] = "0" * 64
-    rewrite_json(own / "others/manifest.json", shards=shards)
-    split, whole, others = (PackedData(own / name, verify=False) for name in ("split", "whole", "others"))
-    for data, saved, message in (
-        (split, whole, "another --split-documents"),
-        (whole, split, "another --split-documents"),
-        (others, whole, "other rows"),
-    ):
-        saved.check_same(saved.identity(run), run)
-        with tiny.one_line_error(message):
-            data.check_same(saved.identity(run), run)
+    rewrite_json(tmp_path / "other/manifest.json", shards=shards)
+    folders = {"split": books / "split", "unsplit": books / "unsplit", "other": tmp_path / "other"}
+    data = {name: PackedData(folder, verify=False) for name, folder in folders.items()}
+    for now, before in itertools.permutations(data, 2):
+        saved = data[before].identity(tmp_path)
+        data[before].check_same(saved, tmp_path)
+        with tiny.one_line_error("another --split-documents" if "split" in (now, before) else "other rows"):
+            data[now].check_same(saved, tmp_path)
+
+
+# Refused
 
 
 REFUSED = [
@@ -205,7 +199,7 @@ REFUSED = [
 ]
 
 
-def test_what_a_folder_was_not_packed_with_is_refused(packed, tmp_path):
+def test_rows_of_something_else_are_refused(packed, tmp_path):
     out = shutil.copytree(packed / "packed", tmp_path / "packed")
     tokenizer.main(tokenizer.TokenizerConfig(corpus=packed / "corpus", out=tmp_path / "tokenizer", vocab_size=290))
     tiny.write_corpus(tmp_path / "corpus", docs=401)

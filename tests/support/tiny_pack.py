@@ -24,11 +24,6 @@ def config(root: Path, out: Path, **changes) -> pack.PackConfig:
     return pack.PackConfig(**{**inputs, "out": out, "sequence_len": 32, "workers": 1, **changes})
 
 
-def automatic(root: Path, out: Path, **changes) -> pack.PackConfig:
-    """As `config`, and packing finds out itself whether it splits documents."""
-    return config(root, out, **{"split_documents": "auto", **changes})
-
-
 def rewrite_json(path: Path, **changes) -> None:
     """Change values of a JSON object in a file; None removes one."""
     content = {**json.loads(path.read_text()), **changes}
@@ -38,8 +33,3 @@ def rewrite_json(path: Path, **changes) -> None:
 def bins(out: Path) -> dict[str, bytes]:
     """The contents of all shards."""
     return {path.name: path.read_bytes() for path in out.glob("*.bin")}
-
-
-def cut(documents: list, size: int) -> list[list]:
-    """Batches of `size`, the last one shorter."""
-    return [documents[first : first + size] for first in range(0, len(documents), size)]
