@@ -19,8 +19,8 @@ def write(folder: Path) -> None:
     """Write two parquet files, training and validation. Whole texts are dealt by hash, so that no text is in both."""
     documents = ((split_by_checksum(text, VAL_FRACTION), document) for text in read_texts() for document in _cut(text))
     with atomic(folder / "shard_00000.parquet") as train, atomic(folder / "shard_00001.parquet") as val:
-        for split, file in write_documents(documents, {"train": train, "val": val}).items():
-            print(f"{split}: {file.documents:,} documents, {file.chars:,} characters")
+        for split, counts in write_documents(documents, {"train": train, "val": val}).items():
+            print(f"{split}: {counts['documents']:,} documents, {counts['chars']:,} characters")
 
 
 def read_texts() -> list[str]:

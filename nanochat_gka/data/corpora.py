@@ -10,6 +10,7 @@ import io
 import os
 import re
 import shlex
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
@@ -167,40 +168,32 @@ def document_batches(
             raise UserError(f"{damage}; delete it and fetch it again") from None
 
 
-class SplitFile:
-    """A parquet file of documents that is written in row groups of ROW_GROUP, or of fewer if they are long."""
+def write_documents(documents: Iterable[tuple[str, str]], paths: dict[str, Path]) -> dict[str, Counter[str]]:
+    """Write parquet files in row groups of ROW_GROUP documents, or of fewer if these are long.
 
-    def __init__(self, path: Path):
-        self.parquet = pq.ParquetWriter(path, pa.schema([(COLUMN, pa.string())]), compression="zstd")
-        self.documents = self.chars = self.waiting_bytes = 0
-        self.waiting: list[bytes] = []
-
-    def add(self, text: str) -> None:
-        """Half of a character, which JSON can hold, becomes a question mark."""
-        self.waiting.append(text.encode(errors="replace"))
-        self.documents += 1
-        self.chars += len(text)
-        self.waiting_bytes += len(self.waiting[-1])
-        if len(self.waiting) == ROW_GROUP or self.waiting_bytes >= GROUP_BYTES:
-            self._flush()
-
-    def _flush(self) -> None:
-        if self.waiting:
-            self.parquet.write_table(pa.table([pa.array(self.waiting, pa.string())], self.parquet.schema))
-        self.waiting, self.waiting_bytes = [], 0
-
-    def close(self) -> None:
-        self._flush()
-        self.parquet.close()
-
-
-def write_documents(documents: Iterable[tuple[str, str]], paths: dict[str, Path]) -> dict[str, SplitFile]:
-    """Write parquet files of documents. documents: with the name of the split of each. paths: by split."""
+    documents: the split and the text of each. paths: by split. Returns how many `documents` and `chars` each split has.
+    """
+    waiting: dict[str, list[bytes]] = {split: [] for split in paths}
+    counts: dict[str, Counter[str]] = {split: Counter() for split in paths}
+    schema = pa.schema([(COLUMN, pa.string())])
     with contextlib.ExitStack() as stack:
-        files = {split: stack.enter_context(contextlib.closing(SplitFile(path))) for split, path in paths.items()}
+        files = {
+            s: stack.enter_context(pq.ParquetWriter(path, schema, compression="zstd")) for s, path in paths.items()
+        }
+
+        def flush(split: str) -> None:
+            if waiting[split]:
+                files[split].write_table(pa.table([pa.array(waiting[split], pa.string())], schema))
+            waiting[split], counts[split]["bytes waiting"] = [], 0
+
         for split, text in documents:
-            files[split].add(text)
-    return files
+            waiting[split].append(text.encode(errors="replace"))  # half a character, in JSON, becomes a question mark
+            counts[split].update({"documents": 1, "chars": len(text), "bytes waiting": len(waiting[split][-1])})
+            if len(waiting[split]) == ROW_GROUP or counts[split]["bytes waiting"] >= GROUP_BYTES:
+                flush(split)
+        for split in paths:
+            flush(split)
+    return counts
 
 
 def split_by_checksum(text: str, one_in: int) -> str:

@@ -106,22 +106,22 @@ class TextSource:
             held_out = f"one document in {ONE_IN}, by checksum"
             documents = ((corpora.split_by_checksum(text, ONE_IN), text) for text in self._documents(self.files))
         written = corpora.write_documents(documents, paths)
-        number, chars = (sum(getattr(file, key) for file in written.values()) for key in ("documents", "chars"))
-        too_few = (
-            number < ONE_IN or not written["train"].documents or written["val"].chars < min(END_CHARS, chars // 10)
-        )
+        number, chars = (sum(counts[key] for counts in written.values()) for key in ("documents", "chars"))
+        least = min(END_CHARS, chars // 10)
+        too_few = number < ONE_IN or not written["train"]["documents"] or written["val"]["chars"] < least
         if too_few and not self.splits:
             held_out, self.empty_documents = "the end of the text", 0
             written = corpora.write_documents(_cut_end(self._documents(self.files), chars), paths)
-        for name, file in written.items():
-            if not file.documents:
+        for name, counts in written.items():
+            if not counts["documents"]:
                 raise UserError(f"{self.root} has too little text for the {name} split")
-            print(f"{name}: {file.documents:,} documents, {file.chars:,} characters")
+            print(f"{name}: {counts['documents']:,} documents, {counts['chars']:,} characters")
         if self.without_text:
             problem = f"JSON without a field {self.column} that is a string ({corpora.first_names(self.without_text)})"
             print(f"{self.root}: not read: {problem}; if one has text, name it by --text-column")
-        read = f"{len(self.files) - len(self.without_text):,} files, {self.empty_documents:,} empty documents left out"
-        print(f"from {read}; held out: {held_out}")
+        if self.empty_documents:
+            print(f"{self.empty_documents:,} empty documents are left out")
+        print(f"from {len(self.files) - len(self.without_text):,} files; held out: {held_out}")
 
     def _documents(self, names: Collection[str]) -> Iterator[str]:
         """The documents of these files that are not white space."""

@@ -64,15 +64,10 @@ def test_every_token_of_split_documents_is_in_a_row_once(lengths, capacity, buff
 def upstream_rows(paths: list[Path], vocabulary: Tokenizer, capacity: int, count: int) -> list[list[int]]:
     """The first rows of nanochat's loader with one process, which begins again when the files have been read."""
 
-    def batches():
-        while True:
-            for path in paths:
-                file = pq.ParquetFile(path)
-                for group in range(file.num_row_groups):
-                    texts = file.read_row_group(group).column("text").to_pylist()
-                    yield from cut([[vocabulary.bos_id, *vocabulary.encode(text)] for text in texts], 128)
-
-    source, buffer, rows = batches(), [], []
+    files = (pq.ParquetFile(path) for path in itertools.cycle(paths))
+    groups = (file.read_row_group(group).column("text") for file in files for group in range(file.num_row_groups))
+    documents = ([[vocabulary.bos_id, *vocabulary.encode(text)] for text in texts.to_pylist()] for texts in groups)
+    source, buffer, rows = (batch for group in documents for batch in cut(group, 128)), [], []
     while len(rows) < count:
         row = []
         while len(row) < capacity:

@@ -110,8 +110,7 @@ def test_nanochats_count_of_bytes(tokenizer):
     """A part of a character counts as U+FFFD, three bytes."""
     lengths = tokenizer.token_bytes().tolist()
     assert lengths[:256] == [1] * 128 + [3] * 128 and lengths[tokenizer.bos_id :] == [0] * 9
-    text = "the kernel mixes 東京"
-    assert sum(lengths[i] for i in tokenizer.encode(text)) == len(text.encode())
+    assert sum(lengths[i] for i in tokenizer.encode("天the kernel")) == 9 + len("the kernel")
 
 
 @pytest.mark.parametrize("changes", [{"tokens": None}, {"special_tokens": ["<|eos|>"]}], ids=str)
