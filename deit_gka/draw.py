@@ -18,6 +18,7 @@ from deit_gka.figures.families import FAMILIES, why_not
 from deit_gka.figures.matrices import draw_matrices
 from deit_gka.figures.subjects import DrawnModel, check_repeats, images_for, of_run, of_timm, photographs, subjects_of
 from trainkit_gka.cli import CountOrAll, UserError, run
+from trainkit_gka.figures.subjects import check_names, draw_families
 from trainkit_gka.files import check_named
 
 DEFAULT_MODEL = "deit_tiny_gka_patch16_224"
@@ -73,16 +74,12 @@ def check(config: DrawConfig) -> None:
         raise UserError("--image-size is one side or height and width, in pixels")
 
 
-def demo_run(demo: Path) -> Path | None:
-    """The demo's first GKA run on digits, if there is one."""
-    return next(iter(sorted(demo.glob("runs/digits-gka-*"))), None)
-
-
 def load(config: DrawConfig) -> tuple[list[DrawnModel], list[DrawnModel], dict[str, Image]]:
     """The model and its twins, at the size to draw them, the runs that repeat the model, and the images."""
+    chosen = config.run
     if not (config.run or config.model):
         check_named(config.demo, DrawConfig.demo, "the demo's runs on digits")
-    chosen = config.run or (None if config.model else demo_run(config.demo))
+        chosen = next(iter(sorted(config.demo.glob("runs/digits-gka-*"))), None)
 
     def runs(*paths: Path) -> list[DrawnModel]:
         return [of_run(path, config.weights, config.best, config.image_size) for path in paths]
@@ -95,12 +92,8 @@ def load(config: DrawConfig) -> tuple[list[DrawnModel], list[DrawnModel], dict[s
     models, seeds = [first, *runs(*config.twin)], runs(*config.seeds)
     for drawn in seeds:
         check_repeats(drawn, first)
-    abouts = [drawn.about for drawn in models + seeds]
-    twice = next((about for about in abouts if abouts.count(about) > 1), None)
-    if twice:
-        raise UserError(f"{twice} is given twice: drawn together, models need names of their own")
-    images = photographs(config.image) if config.image else images_for(first, chosen)
-    return models, seeds, images
+    check_names([drawn.about for drawn in models + seeds])
+    return models, seeds, photographs(config.image) if config.image else images_for(first)
 
 
 def main(config: DrawConfig) -> None:
@@ -109,22 +102,13 @@ def main(config: DrawConfig) -> None:
     models, seeds, images = load(config)
     subjects = []
     for drawn in models + seeds:
-        of_model = subjects_of(drawn, images, models[0].about if drawn in seeds else "")
-        error, depth = max(layer.error for layer in of_model[0].layers), len(of_model[0].layers)
-        print(f"{drawn.about}: W of {depth} layers gives the model's output, relative error up to {error:.1e}")
-        subjects += of_model
-    folder = config.out / models[0].name
-    for family in config.family or FAMILIES:
-        reason = why_not(family, subjects)
-        if reason:
-            print(f"{family}: not drawn, {reason}")
-            continue
-        draw = functools.partial(draw_matrices, tokens=config.tokens) if family == "matrices" else FAMILIES[family]
-        for figure in draw(subjects, folder):
-            print(f"{figure.path} and .pdf")
-            if family == "deletion":
-                for row in figure.rows:
-                    print(f"  area {row['area under the curve']:#.3g}: {row['model']}, {row['image']}, {row['order']}")
+        subjects += subjects_of(drawn, images, models[0].about if drawn in seeds else "")
+        subjects[-1].print_error()
+    draws = {**FAMILIES, "matrices": functools.partial(draw_matrices, tokens=config.tokens)}
+    chosen = {family: draws[family] for family in config.family or FAMILIES}
+    for figure in draw_families(subjects, config.out / models[0].name, chosen, why_not):
+        for row in figure.rows if figure.path.stem == "deletion" else ():
+            print(f"area {row['area under the curve']:#.3g}: {row['model']}, {row['image']}, {row['order']}")
     print(f"drawn in {time.perf_counter() - started:.0f} s")
 
 

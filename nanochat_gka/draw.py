@@ -17,6 +17,7 @@ from nanochat_gka.figures.matrices import draw_matrices
 from nanochat_gka.figures.rows import TOKENS, draw_rows
 from nanochat_gka.figures.subjects import subjects_of
 from trainkit_gka.cli import Bounds, CountOrAll, UserError, run
+from trainkit_gka.figures.subjects import check_names, draw_families
 
 TEXT = "If the list is empty, the method raises an error. If the list has one item, the method returns it."
 
@@ -91,12 +92,9 @@ def main(config: DrawConfig) -> None:
     if not paths:
         raise UserError(f"{config.demo} has no language runs: give --run")
     subjects = subjects_of([*paths, *config.twin], text, config.step)
-    abouts = [subject.about for subject in subjects]
-    if twice := next((about for about in abouts if abouts.count(about) > 1), None):
-        raise UserError(f"{twice} is given twice: drawn together, models need names of their own")
+    check_names([subject.about for subject in subjects])
     for subject in subjects:
-        error, depth = max(layer.error for layer in subject.layers), len(subject.layers)
-        print(f"{subject.about}: W of {depth} layers gives the model's output, relative error up to {error:.1e}")
+        subject.print_error()
     depth = max(len(subject.layers) for subject in subjects)
     if max(config.layer, default=1) > depth:
         raise UserError(f"--layer is at most {depth}, got {max(config.layer)}")
@@ -106,12 +104,8 @@ def main(config: DrawConfig) -> None:
         "rows": functools.partial(draw_rows, **chosen, tokens=config.tokens),
         "matrices": functools.partial(draw_matrices, tokens=config.tokens),
     }
-    for family in config.family or FAMILIES:
-        if reason := why_not(family, subjects):
-            print(f"{family}: not drawn, {reason}")
-            continue
-        for figure in draws[family](subjects, config.out / subjects[0].model):
-            print(f"{figure.path} and .pdf")
+    wanted = {family: draws[family] for family in config.family or FAMILIES}
+    draw_families(subjects, config.out / subjects[0].model, wanted, why_not)
     print(f"drawn in {time.perf_counter() - started:.0f} s")
 
 

@@ -304,7 +304,7 @@ def vision_pictures(runs: list[TrainedRun], images: Sequence[Path]) -> tuple[lis
 
     def draw(run: TrainedRun) -> list[Picture]:
         model = of_run(run.folder)
-        chosen = files or images_for(model, run.folder, network=False)
+        chosen = files or images_for(model, network=False)
         subjects, twins = vision_subjects(model, chosen), {}
         for other in vision:
             if not other.has_sigma and other.family != run.family:

@@ -1,7 +1,6 @@
 """The paper's two explanations, drawn from a model: the block (Figure 1), and the operator on a few tokens
 (Figure 2)."""
 
-import itertools
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -10,16 +9,16 @@ import torch
 from matplotlib.patches import FancyBboxPatch
 from matplotlib.patheffects import withStroke
 
+from deit_gka.figures.maps import place_name
 from deit_gka.figures.matrices import matrix_picture, off_diagonal
-from deit_gka.figures.sheet import BOX, by_image, frame
+from deit_gka.figures.sheet import BOX, by_image, caption, frame
 from deit_gka.figures.subjects import ImageSubject
 from gka import KINDS, attention_cost, gaussian_weights
 from trainkit_gka.figures.sheet import bare, coloured, linear, logarithmic, save, sheet
 from trainkit_gka.plots import Figure
 
 FACTORS = (0.5, 1.0, 2.0)  # of the model's own sigma
-FEW = 6
-MIDDLE, HALF = 4.3, 3.5  # where the block's boxes are, and half of their width, of 10 across
+NAMES = ("i", *"abcde")  # of the few tokens
 SHADE = {"learned": "#cfe0f5", "fixed": "#f3f3f3", "kernel": "#fbe3b5"}
 # The parts of a block between LayerNorm and output projection, from below: (text, shade).
 MIXING = {
@@ -31,7 +30,7 @@ MIXING = {
 }
 
 
-def choose_tokens(features: torch.Tensor, query: int, first: int, count: int = FEW) -> list[int]:
+def choose_tokens(features: torch.Tensor, query: int, first: int, count: int = len(NAMES)) -> list[int]:
     """Tokens from the query itself to the one that is farthest from it, evenly spread in the order of distance.
 
     features: (N, D) of one head. first: the first token that may be chosen.
@@ -51,88 +50,80 @@ def few_weights(features: torch.Tensor, sigma: float) -> tuple[torch.Tensor, tor
 
 def draw_operator(subjects: Sequence[ImageSubject], folder: Path) -> list[Figure]:
     """Draw, for every image, a few tokens of the first GKA layer at three σ: affinities, W, and the weighted sum."""
-    return [_draw_operator(models[0], models[0].file(folder, "operator")) for models in by_image(subjects)]
+    return [_draw_operator(models[0], folder / f"operator-{models[0].image}.png") for models in by_image(subjects)]
 
 
 def _draw_operator(subject: ImageSubject, path: Path) -> Figure:
-    number = _first_layer(subject)
-    layer, tokens = subject.layers[number], subject.tokens
+    number, tokens, (height, width) = _first_layer(subject), subject.tokens, subject.tokens.patch
+    layer = subject.layers[number]
     features, sigma = layer.features[:, 0], float(layer.sigma[0])
-    query = tokens.token(*tokens.queries()[1])
+    query = tokens.query_tokens()[1]
     chosen = choose_tokens(features, query, tokens.prefix)
-    places = [divmod(token - tokens.prefix, tokens.grid[1]) for token in chosen]
-    pieces = [_piece(subject, place) for place in places]
+    places, names = [divmod(token - tokens.prefix, tokens.grid[1]) for token in chosen], NAMES[: len(chosen)]
+    pieces = [subject.pixels[r * height : (r + 1) * height, c * width : (c + 1) * width] for r, c in places]
     distances = ", ".join(f"{float((features[token] - features[query]).norm()):.1f}" for token in chosen)
-    caption = subject.caption(
+    text = caption(
+        [subject],
         f"{len(chosen)} patches of layer {number + 1}, head 1, at half, one and two times its σ = {sigma:.2f}: i, the "
         f"central one, and others from near to far in features (|x_i − x_j| = {distances}). Affinities K_ij = "
         "exp(−|x_i − x_j|² / 2σ²); rows divided by their sum are W; the output of i is the weighted sum of row i. The "
-        "operator sums features; the sum of the patches' pixels is shown because it can be seen."
+        "operator sums features; the sum of the patches' pixels is shown because it can be seen.",
     )
     title, table = "Gaussian kernel attention on a few tokens", []
-    figure, axes = sheet(3, 5, (1.9, 1.9), title, caption, (0.3, 0.25, 0.95, 0.45), (0.62, 0.5))
-    _draw_patches(axes[:, 0], subject, places, pieces)
+    figure, axes = sheet(3, 5, (1.9, 1.9), title, text, (0.3, 0.25, 0.95, 0.45), (0.62, 0.5))
+    _draw_patches(axes[:, 0], subject, dict(zip(names, places)), pieces)
     for row, factor in zip(axes, FACTORS):
         affinities, weights = few_weights(features[chosen], factor * sigma)
-        for name, place, weight in zip(_names(chosen), places, weights[0].tolist()):
-            patch = tokens.place(place[0] * tokens.grid[1] + place[1])
-            table.append({"sigma": factor * sigma, "token": name, "patch": patch, "weight in row i": weight})
-        for axis, matrix in zip(row[1:3], (affinities, weights)):
-            _draw_matrix(axis, matrix)
+        for name, place, weight in zip(names, places, weights[0].tolist()):
+            numbers = {"patch": place_name(*place), "weight in row i": weight}
+            table.append({"sigma": factor * sigma, "token": name, **numbers})
+        _draw_matrix(row[1], affinities, names)
+        _draw_matrix(row[2], weights, names)
+        row[1].set_ylabel(f"σ = {factor * sigma:.2f}", fontsize=9, fontweight="bold")
         bars = row[3].bar(range(len(chosen)), weights[0], color="#4878a8")
         row[3].bar_label(bars, fmt="%.2f", fontsize=7, padding=1)
         row[3].set(ylim=(0, 1.12), yticks=[0, 0.5, 1])
         row[3].tick_params(labelsize=7)
+        row[3].set_xticks(range(len(chosen)), labels=names, fontsize=8)
         row[4].imshow(np.einsum("t,thwc->hwc", weights[0].numpy(), pieces), interpolation="none")
         bare(row[4])
-        row[1].set_ylabel(f"σ = {factor * sigma:.2f}", fontsize=9, fontweight="bold")
-        for axis in row[1:4]:
-            axis.set_xticks(range(len(chosen)), labels=_names(chosen), fontsize=8)
     titles = ("tokens", "1. affinities K", "2. rows ÷ their sum: W", "3. row i of W", "4. output of i: Σ_j W_ij x_j")
     for axis, words in zip(axes[0], titles):
         axis.set_title(words, fontsize=9)
-    return Figure(save(figure, path), title, caption, table)
+    return Figure(save(figure, path), title, text, table)
 
 
 def _first_layer(subject: ImageSubject) -> int:
     return next(number for number, layer in enumerate(subject.layers) if layer.sigma is not None)
 
 
-def _names(chosen: Sequence[int]) -> list[str]:
-    return ["i", *"abcdefghj"[: len(chosen) - 1]]
-
-
-def _piece(subject: ImageSubject, place: tuple[int, int]) -> np.ndarray:
-    (row, column), (height, width) = place, subject.tokens.patch
-    return subject.pixels[row * height : (row + 1) * height, column * width : (column + 1) * width]
-
-
-def _draw_patches(axes, subject: ImageSubject, places: Sequence[tuple[int, int]], pieces: Sequence[np.ndarray]) -> None:
+def _draw_patches(axes, subject: ImageSubject, places: dict[str, tuple], pieces: Sequence[np.ndarray]) -> None:
     """The image with the chosen patches outlined, and below it the patches, in two rows."""
     bare(axes)
     axes[0].imshow(subject.pixels)
-    (height, width), names, half = subject.tokens.patch, _names(places), (len(places) + 1) // 2
-    for name, (row, column) in zip(names, places):
+    (height, width), names, half = subject.tokens.patch, list(places), (len(places) + 1) // 2
+    for name, (row, column) in places.items():
         frame(axes[0], (row, column), (height, width))
         centre = (column + 0.5) * width - 0.5, (row + 0.5) * height - 0.5
         word = axes[0].text(*centre, name, color=BOX, fontsize=9, ha="center", va="center_baseline", zorder=10)
         word.set(fontweight="bold", path_effects=[withStroke(linewidth=2.5, foreground="black")])
     gap = max(1, width // 8)
-    for axis, group in zip(axes[1:], (slice(0, half), slice(half, None))):
-        strip = [np.pad(piece, ((0, 0), (0, gap), (0, 0)), constant_values=1) for piece in pieces[group]]
+    for axis, part in zip(axes[1:], (slice(0, half), slice(half, None))):
+        strip = [np.pad(piece, ((0, 0), (0, gap), (0, 0)), constant_values=1) for piece in pieces[part]]
         if strip:
             axis.imshow(np.concatenate(strip, axis=1)[:, :-gap])
-        for number, name in enumerate(names[group]):
+        for number, name in enumerate(names[part]):
             axis.text(number * (width + gap) + width / 2 - 0.5, -0.8, name, ha="center", va="bottom", fontsize=9)
 
 
-def _draw_matrix(axis, matrix: torch.Tensor) -> None:
+def _draw_matrix(axis, matrix: torch.Tensor, names: Sequence[str]) -> None:
     """A small matrix with its values; row i, the first, is framed."""
     axis.imshow(coloured(matrix, linear(torch.tensor([0.0, 1.0]))), interpolation="none")
     for (row, column), value in np.ndenumerate(matrix.numpy()):
         colour = "black" if value > 0.6 else "white"
         axis.text(column, row, f"{value:.2f}".removeprefix("0"), ha="center", va="center", fontsize=6.5, color=colour)
-    axis.set_yticks(range(len(matrix)), labels=_names(range(len(matrix))), fontsize=8)
+    axis.set_xticks(range(len(matrix)), labels=names, fontsize=8)
+    axis.set_yticks(range(len(matrix)), labels=names, fontsize=8)
     frame(axis, (0, 0), (1, len(matrix)))
     axis.tick_params(length=0)
     axis.spines[:].set_visible(False)
@@ -140,53 +131,47 @@ def _draw_matrix(axis, matrix: torch.Tensor) -> None:
 
 def draw_block(subjects: Sequence[ImageSubject], folder: Path) -> list[Figure]:
     """Draw the block with projections and the block with the kernel side by side, with the numbers of parameters."""
-    subject = subjects[0]
-    number = _first_layer(subject)
+    subject, number = subjects[0], _first_layer(subjects[0])
     layer = subject.layers[number]
     heads, head_dim = layer.features.shape[1:]
-    costs = {kind: attention_cost(kind, heads * head_dim, heads, subject.tokens.count) for kind in MIXING}
-    saved = 1 - costs["gka"].parameters / costs["softmax"].parameters
-    caption = (
+    costs = {kind: attention_cost(kind, heads * head_dim, heads, subject.tokens.count).parameters for kind in MIXING}
+    text = (
         f"{subject.about}. Blue: learned. The kernel replaces the three input projections; it learns one σ for each of "
-        f"{heads} heads. Parameters of attention with width {heads * head_dim}: "
-        f"{costs['softmax'].parameters:,} with projections, {costs['gka'].parameters:,} with the kernel "
-        f"({saved:.0%} fewer). Right of the kernel: W of layer {number + 1}, head 1, on the image {subject.image}, its "
-        "diagonal grey."
+        f"{heads} heads. Parameters of attention with width {heads * head_dim}: {costs['softmax']:,} with projections, "
+        f"{costs['gka']:,} with the kernel ({1 - costs['gka'] / costs['softmax']:.0%} fewer). Right of the kernel: W "
+        f"of layer {number + 1}, head 1, on the image {subject.image}, its diagonal grey."
     )
     title = "The block: projections, or the kernel"
-    figure, axes = sheet(1, 2, (4.0, 5.2), title, caption, (0.2, 0.2, 0.75, 0.1))
+    figure, axes = sheet(1, 2, (4.0, 5.2), title, text, (0.2, 0.2, 0.75, 0.1))
     for axis, kind in zip(axes[0], MIXING):
-        _draw_column(axis, kind, costs[kind].parameters)
+        axis.set_title(f"{KINDS[kind].label}: {costs[kind]:,} parameters in attention", fontsize=9)
+        _draw_column(axis, MIXING[kind])
     weights = layer.weights[0]
-    inset = axes[0, 1].inset_axes((0.79, 0.315, 0.2, 0.2 * 4.0 / 5.2))
+    inset = axes[0, 1].inset_axes((0.79, 0.319, 0.2, 0.2 * 4.0 / 5.2))
     picture = matrix_picture(weights, logarithmic(off_diagonal(weights), decades=3), subject.tokens.prefix)
     inset.imshow(picture, interpolation="none")
     inset.set_xlabel("W", labelpad=2)
     bare(inset)
-    rows = [
-        {"attention": KINDS[kind].label, "parameters of attention": cost.parameters} for kind, cost in costs.items()
-    ]
-    return [Figure(save(figure, folder / "block.png"), title, caption, rows)]
+    rows = [{"attention": KINDS[kind].label, "parameters of attention": count} for kind, count in costs.items()]
+    return [Figure(save(figure, folder / "block.png"), title, text, rows)]
 
 
-def _draw_column(axis, kind: str, parameters: int) -> None:
+def _draw_column(axis, mixing: list[tuple[str, str]]) -> None:
+    """The boxes of a block from below, arrows between them, and the two residual connections."""
     bare(axis)
     axis.set(xlim=(0, 10), ylim=(0, 13))
-    axis.set_title(f"{KINDS[kind].label}: {parameters:,} parameters in attention", fontsize=9)
-    parts = [("LayerNorm", "learned"), *MIXING[kind], ("output projection W_O", "learned"), ("LayerNorm", "learned"),
-             ("MLP", "learned")]  # fmt: skip
-    heights = [0.9, 0.9, 1.3, 0.9, 0.9, 0.9]
-    bottom, edges = 1.0, [(0.0, 0.3)]
-    for number, ((text, shade), height) in enumerate(zip(parts, heights)):
-        corner, style = (MIDDLE - HALF, bottom), dict(boxstyle="round,pad=0,rounding_size=0.25", linewidth=0.7)
-        axis.add_patch(FancyBboxPatch(corner, 2 * HALF, height, facecolor=SHADE[shade], edgecolor="black", **style))
-        axis.text(MIDDLE, bottom + height / 2, text, ha="center", va="center", fontsize=8, color="black")
-        edges.append((bottom, bottom + height))
-        bottom += height + (1.25 if number == 3 else 0.7)
-    for (_, low), (high, _) in itertools.pairwise([*edges, (12.6, 12.6)]):
-        arrow = dict(arrowstyle="->", linewidth=0.9, shrinkA=0, shrinkB=0, color="black")
-        axis.annotate("", (MIDDLE, high), (MIDDLE, low), arrowprops=arrow)
-    for start, end in ((0.6, edges[4][1] + 0.45), (edges[4][1] + 0.75, edges[6][1] + 0.45)):
-        axis.plot([MIDDLE, 0.3, 0.3, MIDDLE], [start, start, end, end], color="grey", linewidth=0.9)
+    norm, middle, height = ("LayerNorm", "learned"), 4.3, 1.1
+    parts = [norm, *mixing, ("output projection W_O", "learned"), norm, ("MLP", "learned")]
+    bottoms = [1.0, 2.8, 4.6, 6.4, 8.75, 10.55]
+    tops = [bottom + height for bottom in bottoms]
+    for (text, shade), bottom in zip(parts, bottoms):
+        style = dict(boxstyle="round,pad=0,rounding_size=0.25", edgecolor="black", linewidth=0.7)
+        axis.add_patch(FancyBboxPatch((0.8, bottom), 2 * (middle - 0.8), height, facecolor=SHADE[shade], **style))
+        axis.text(middle, bottom + height / 2, text, ha="center", va="center", fontsize=8)
+    for start, end in zip((0.3, *tops), (*bottoms, 12.6)):
+        arrow = dict(arrowstyle="->", linewidth=0.9, shrinkA=0, shrinkB=0)
+        axis.annotate("", (middle, end), (middle, start), arrowprops=arrow)
+    for start, end in ((0.6, tops[3] + 0.45), (tops[3] + 0.75, tops[5] + 0.45)):
+        axis.plot([middle, 0.3, 0.3, middle], [start, start, end, end], color="grey", linewidth=0.9)
         circle = dict(boxstyle="circle,pad=0.1", facecolor="white", edgecolor="black", linewidth=0.7)
-        axis.text(MIDDLE, end, "+", ha="center", va="center", fontsize=8, bbox=circle)
+        axis.text(middle, end, "+", ha="center", va="center", fontsize=8, bbox=circle)

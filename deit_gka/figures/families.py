@@ -3,15 +3,11 @@
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from deit_gka.figures.bandwidths import draw_bandwidths
-from deit_gka.figures.cls_attention import draw_cls_maps
-from deit_gka.figures.deletion import draw_deletion
-from deit_gka.figures.distance import draw_distances
-from deit_gka.figures.evolution import draw_evolution
+from deit_gka.figures.depth import draw_bandwidths, draw_distances
 from deit_gka.figures.explanation import draw_block, draw_operator
-from deit_gka.figures.matrices import draw_matrices
-from deit_gka.figures.patch_to_patch import draw_patch_to_patch, draw_patch_to_patch_heads
-from deit_gka.figures.rollout import draw_rollout
+from deit_gka.figures.matrices import draw_evolution, draw_matrices
+from deit_gka.figures.rollout import draw_deletion, draw_rollout
+from deit_gka.figures.rows import draw_cls_maps, draw_patch_to_patch, draw_patch_to_patch_heads
 from deit_gka.figures.subjects import ImageSubject
 from trainkit_gka.plots import Figure
 
@@ -33,5 +29,5 @@ NEED_SIGMA = ("sigma", "block", "operator")
 
 def why_not(family: str, subjects: Sequence[ImageSubject]) -> str:
     """Why the family cannot be drawn of these subjects, the model's first; empty if it can."""
-    missing = family in NEED_SIGMA and not subjects[0].has_sigma
+    missing = family in NEED_SIGMA and not subjects[0].layers_with("sigma")
     return f"{subjects[0].model} has no layer with a bandwidth" if missing else ""

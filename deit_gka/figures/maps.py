@@ -37,16 +37,6 @@ class LayerMaps:
         return replace(self, weights=self.weights[index], features=features)
 
 
-@dataclass(frozen=True)
-class Call:
-    """A layer's arguments and output."""
-
-    attention: nn.Module
-    args: tuple
-    kwargs: dict[str, Any]
-    output: torch.Tensor
-
-
 @torch.no_grad()
 def attention_maps(model: nn.Module, images: torch.Tensor) -> list[LayerMaps]:
     """W of every layer, and the bandwidths where there are some, from one forward pass in evaluation mode.
@@ -58,13 +48,13 @@ def attention_maps(model: nn.Module, images: torch.Tensor) -> list[LayerMaps]:
     """
     if images.ndim != 4:
         raise UserError(f"images must be (B, 3, height, width), got {tuple(images.shape)}; one image is image[None]")
-    calls: list[Call] = []
+    maps: list[LayerMaps] = []
 
-    def keep(attention: nn.Module, args: tuple, kwargs: dict[str, Any], output: torch.Tensor) -> None:
-        calls.append(Call(attention, args, kwargs, output))
+    def add(attention: nn.Module, args: tuple, kwargs: dict[str, Any], output: torch.Tensor) -> None:
+        maps.append(_maps(len(maps) + 1, attention, args, kwargs, output))
 
     layers, modes = _layers_of(model), {module: module.training for module in model.modules()}
-    hooks = [attention.register_forward_hook(keep, with_kwargs=True) for attention in layers]
+    hooks = [attention.register_forward_hook(add, with_kwargs=True) for attention in layers]
     try:
         model.eval()(images)
     finally:
@@ -72,30 +62,27 @@ def attention_maps(model: nn.Module, images: torch.Tensor) -> list[LayerMaps]:
             hook.remove()
         for module, mode in modes.items():
             module.training = mode
-    return [_maps(number, call) for number, call in enumerate(calls, start=1)]
+    return maps
 
 
 def _layers_of(model: nn.Module) -> list[nn.Module]:
     """The attention layers of a ViT in order. Raises UserError if W of one of them is not known here."""
-    blocks, name = list(getattr(model, "blocks", [])), type(model).__name__
-    if not blocks:
-        raise UserError(f"the attention of {name} is not known here; give a vision transformer such as deit_*, vit_*")
-    layers = [getattr(block, "attn", None) for block in blocks]
-    for number, layer in enumerate(layers, start=1):
-        if not isinstance(getattr(layer, "attn_drop", None), nn.Module) or not hasattr(layer, "num_heads"):
-            block = f"{type(blocks[number - 1]).__name__} with {type(layer).__name__}"
-            raise UserError(
-                f"the attention of {name} is not known here: layer {number} is a {block}, without attn_drop"
-            )
+    unknown, layers = f"the attention of {type(model).__name__} is not known here", []
+    for number, block in enumerate(getattr(model, "blocks", []), start=1):
+        layers.append(getattr(block, "attn", None))
+        if not isinstance(getattr(layers[-1], "attn_drop", None), nn.Module) or not hasattr(layers[-1], "num_heads"):
+            block = f"a {type(block).__name__} with {type(layers[-1]).__name__}, without attn_drop"
+            raise UserError(f"{unknown}: layer {number} is {block}")
+    if not layers:
+        raise UserError(f"{unknown}; give a vision transformer such as deit_*, vit_*")
     return layers
 
 
-def _maps(number: int, call: Call) -> LayerMaps:
-    """The maps of layer `number`, from 1."""
-    attention, x = call.attention, call.args[0]
-    layer = f"layer {number} ({type(attention).__name__})"
+def _maps(number: int, attention: nn.Module, args: tuple, kwargs: dict[str, Any], output: torch.Tensor) -> LayerMaps:
+    """The maps of layer `number`, from 1, from its arguments and output."""
+    layer, x = f"layer {number} ({type(attention).__name__})", args[0]
     try:
-        weights, again = _weights_and_output(call)
+        weights, again = _weights_and_output(attention, args, kwargs, output.device)
     except RuntimeError as error:
         raise UserError(f"W of {layer} cannot be computed in float64: {reason_of(error)}") from error
     shape = (*x.shape[:1], attention.num_heads, *x.shape[1:2] * 2)
@@ -104,34 +91,36 @@ def _maps(number: int, call: Call) -> LayerMaps:
         raise UserError(f"W of {layer} is not known here: {seen} came to attn_drop instead of {shape}")
     if not ((weights.sum(-1) - 1).abs() < TOLERANCE).all():
         raise UserError(f"W of {layer} is not known here: rows of what came to attn_drop do not sum to 1")
-    output = call.output.to(again)
-    error = float((again - output).norm() / output.norm().clamp(min=1e-30))
-    if not error < max(TOLERANCE, ROUNDINGS * torch.finfo(call.output.dtype).eps):
+    expected = output.to(again)
+    error = float((again - expected).norm() / expected.norm().clamp(min=1e-30))
+    if not error < max(TOLERANCE, ROUNDINGS * torch.finfo(output.dtype).eps):
         raise UserError(
             f"the recomputed W of {layer} does not give the model's output (relative error {error:.1e}): "
             "its attention is not one that these figures know"
         )
-    has_sigma = hasattr(attention, "log_sigma")
-    compared = attention.scaled(x.unflatten(-1, (attention.num_heads, -1))) if has_sigma else None
-    return LayerMaps(
-        kind=kind_of(attention),
-        weights=weights.float().cpu(),
-        error=error,
-        sigma=attention.log_sigma.exp().float().cpu() if has_sigma else None,
-        initial_sigma=attention.sigma_squared**0.5 if has_sigma else None,
-        features=None if compared is None else compared.float().cpu(),
+    maps = LayerMaps(kind_of(attention), weights.float().cpu(), error, None, None, None)
+    if not hasattr(attention, "log_sigma"):
+        return maps
+    compared = attention.scaled(x.unflatten(-1, (attention.num_heads, -1)))
+    return replace(
+        maps,
+        sigma=attention.log_sigma.exp().float().cpu(),
+        initial_sigma=attention.sigma_squared**0.5,
+        features=compared.float().cpu(),
     )
 
 
-def _weights_and_output(call: Call) -> tuple[torch.Tensor | None, torch.Tensor]:
+def _weights_and_output(
+    attention: nn.Module, args: tuple, kwargs: dict[str, Any], device: torch.device
+) -> tuple[torch.Tensor | None, torch.Tensor]:
     """W at `attn_drop` and the output, of a copy in float64 that repeats the call without fusion."""
-    place = torch.device("cpu") if call.output.device.type == "mps" else call.output.device  # MPS has no float64
-    attention = copy.deepcopy(call.attention).to(place, torch.float64).eval()
+    place = torch.device("cpu") if device.type == "mps" else device  # MPS has no float64
+    attention = copy.deepcopy(attention).to(place, torch.float64).eval()
     for module in attention.modules():  # other programs' hooks
         module._forward_hooks.clear()
         module._forward_pre_hooks.clear()
     attention.fused_attn = False
-    seen: list[torch.Tensor] = []
+    seen: list[torch.Tensor | None] = [None]
     attention.attn_drop.register_forward_pre_hook(lambda module, args: seen.append(args[0]))
 
     def exact(value: Any) -> Any:
@@ -140,5 +129,75 @@ def _weights_and_output(call: Call) -> tuple[torch.Tensor | None, torch.Tensor]:
         return value.to(place, torch.float64 if value.is_floating_point() else value.dtype)
 
     with without_autocast(place.type):
-        output = attention(*map(exact, call.args), **{name: exact(value) for name, value in call.kwargs.items()})
-    return seen[-1] if seen else None, output
+        output = attention(*map(exact, args), **{name: exact(value) for name, value in kwargs.items()})
+    return seen[-1], output
+
+
+# Where the tokens of an image are, and how far its patches look
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """The layout of a ViT's tokens: the prefix (class, distillation, registers), then the patches row by row."""
+
+    grid: tuple[int, int]  # rows, columns of patches
+    patch: tuple[int, int]  # height, width in pixels
+    prefix: int = 1
+    has_class: bool = True  # the first token of the prefix is the class token
+
+    @classmethod
+    def of(cls, model: nn.Module) -> "Tokens":
+        """The layout of one of timm's vision transformers."""
+        embed, prefix = model.patch_embed, model.num_prefix_tokens
+        return cls(embed.grid_size, embed.patch_size, prefix, prefix > 0 and model.has_class_token)
+
+    @property
+    def count(self) -> int:
+        return self.prefix + self.grid[0] * self.grid[1]
+
+    @property
+    def reader(self) -> str:
+        """Whose row `read` gives, in words."""
+        return "CLS row" if self.has_class else "mean row of the patches (the model has no class token)"
+
+    def token(self, row: int, column: int) -> int:
+        """The number of the token of a patch."""
+        return self.prefix + self.grid[1] * row + column
+
+    def read(self, weights: torch.Tensor) -> torch.Tensor:
+        """The row that stands for the image, (..., N, N) -> (..., N): the class token's, else the patches' mean."""
+        return weights[..., 0, :] if self.has_class else weights[..., self.prefix :, :].mean(-2)
+
+    def patches(self, rows: torch.Tensor) -> torch.Tensor:
+        """The weights of the patches where these are in the image, (..., N) -> (..., *grid)."""
+        return rows[..., self.prefix :].unflatten(-1, self.grid)
+
+    def queries(self) -> list[tuple[int, int]]:
+        """The paper's four patches, (row, column): upper left, centre, lower right, upper right."""
+        quarter, half, three = (tuple(side * part // 4 for side in self.grid) for part in (1, 2, 3))
+        return [quarter, half, three, (quarter[0], three[1])]
+
+    def query_tokens(self) -> list[int]:
+        """The tokens of `queries`."""
+        return [self.token(*query) for query in self.queries()]
+
+    def distances(self) -> torch.Tensor:
+        """Pixels between the centres of any two patches, (R * C, R * C)."""
+        rows, columns = (torch.arange(side) * pixels for side, pixels in zip(self.grid, self.patch))
+        centres = torch.cartesian_prod(rows, columns).float()
+        return torch.cdist(centres, centres, compute_mode="donot_use_mm_for_euclid_dist")
+
+
+def place_name(row: int, column: int) -> str:
+    """A patch as pictures and pages name it, counted from 1. row, column: from 0."""
+    return f"row {row + 1}, column {column + 1}"
+
+
+def attended_distances(weights: torch.Tensor, tokens: Tokens) -> torch.Tensor:
+    """How far every patch looks, in pixels: the distance to the patches, weighted by W. (..., N, N) -> (..., R * C).
+
+    W is normalised over the patches. Weight on the patch itself is at distance 0.
+    """
+    among = weights[..., tokens.prefix :, tokens.prefix :]
+    among = among / among.sum(-1, keepdim=True).clamp(min=torch.finfo(among.dtype).tiny)
+    return (among * tokens.distances()).sum(-1)

@@ -1,4 +1,4 @@
-"""W as it is, of every layer and head, the diagonal masked (paper, supplement)."""
+"""W itself, its diagonal masked: of every layer and head, and the mean over heads over depth (paper, supplement)."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -7,10 +7,10 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from deit_gka.figures.sheet import by_image, caption, draw_sheet, label_heads
+from deit_gka.figures.sheet import columns, draw_sheets, heads
 from deit_gka.figures.subjects import ImageSubject
-from trainkit_gka.figures.measures import diagonal_mass
-from trainkit_gka.figures.sheet import GREY, coloured, linear
+from trainkit_gka.figures.measures import diagonal_mass, effective_tokens
+from trainkit_gka.figures.sheet import GREY, coloured, from_zero, linear, logarithmic, scale
 from trainkit_gka.plots import Figure
 
 SATURATED = 0.995  # a few pairs of equal patches would leave the rest dark
@@ -18,17 +18,7 @@ SATURATED = 0.995  # a few pairs of equal patches would leave the rest dark
 
 def off_diagonal(weights: torch.Tensor) -> torch.Tensor:
     """The entries of square matrices without their diagonals, (..., N, N) -> (..., N (N - 1))."""
-    size = weights.shape[-1]
-    return weights[..., ~torch.eye(size, dtype=torch.bool)]
-
-
-def subsample(weights: torch.Tensor, tokens: int) -> torch.Tensor:
-    """The rows and columns of `tokens` tokens, evenly spread from first to last; all if there are fewer."""
-    count = weights.shape[-1]
-    if not 0 < tokens < count:
-        return weights
-    chosen = torch.linspace(0, count - 1, tokens).round().long()
-    return weights[..., chosen, :][..., chosen]
+    return weights[..., ~torch.eye(weights.shape[-1], dtype=torch.bool)]
 
 
 def matrix_picture(weights: torch.Tensor, norm, prefix: int) -> np.ndarray:
@@ -49,44 +39,74 @@ def matrix_picture(weights: torch.Tensor, norm, prefix: int) -> np.ndarray:
 def draw_matrices(subjects: Sequence[ImageSubject], folder: Path, tokens: int = -1) -> list[Figure]:
     """Draw a contact sheet for every image: layers across, heads down, models one by one.
 
-    tokens: how many are drawn, -1 = all.
+    tokens: how many are drawn, evenly spread, -1 = all.
     """
-    layout = dict(cell=(1.45, 1.45), margins=(0.5, 0.3, 0.75, 0.3), gaps=(0.1, 0.24), fontsize=7)
-    figures = []
-    for models in by_image(subjects):
-        count, (drawn, prefix) = models[0].tokens.count, _drawn(models[0], tokens)
-        before = f" The tokens before the patches ({prefix}) are drawn broad, apart from them." if prefix else ""
-        text = caption(
-            models,
-            f"W of every head, {drawn} × {drawn} of {count} × {count}: queries down, keys across.{before} The diagonal "
-            "is grey; below a matrix: its mass (the mean weight that a token gives itself) and the largest weight off "
-            f"it. The colours of a matrix run over its own range off the diagonal, up to the {SATURATED:.1%} quantile.",
-        )
-        path, rows = models[0].file(folder, "matrices"), [subject.num_heads for subject in models]
-        title, draw = "Attention matrices W without their diagonal", partial(_draw_block, tokens)
-        figures.append(draw_sheet(models, path, title, text, rows, draw=draw, **layout))
-    return figures
+    count, (chosen, prefix) = subjects[0].tokens.count, _chosen(subjects[0], tokens)
+    before = f" The tokens before the patches ({prefix}) are drawn broad, apart from them." if prefix else ""
+    title, text = "Attention matrices W without their diagonal", (
+        f"W of every head, {len(chosen)} × {len(chosen)} of {count} × {count}: queries down, keys across.{before} The "
+        "diagonal is grey; below a matrix: its mass (the mean weight that a token gives itself) and the largest weight "
+        f"off it. The colours of a matrix run over its own range off the diagonal, up to the {SATURATED:.1%} quantile."
+    )  # fmt: skip
+    draw, layout = partial(_draw_block, tokens), dict(inches=1.45, square=True)
+    return draw_sheets(subjects, folder, "matrices", title, text, draw, heads, **layout)
 
 
-def _drawn(subject: ImageSubject, tokens: int) -> tuple[int, int]:
-    """How many tokens are drawn, and how many of them are before the patches."""
+def _chosen(subject: ImageSubject, tokens: int) -> tuple[torch.Tensor, int]:
+    """The tokens that are drawn, and how many of them are before the patches."""
     count = subject.tokens.count
-    drawn = min(count, tokens) if tokens > 0 else count
-    return drawn, subject.tokens.prefix if drawn == count else int(subject.tokens.has_class)
+    if not 0 < tokens < count:
+        return torch.arange(count), subject.tokens.prefix
+    return torch.linspace(0, count - 1, tokens).round().long(), int(subject.tokens.has_class)
 
 
-def _draw_block(tokens: int, figure, axes, subject: ImageSubject) -> list[dict]:
+def _draw_block(tokens: int, axes, subject: ImageSubject) -> list[dict]:
     """Draw a model's matrices. Returns their numbers."""
-    rows, (_, prefix) = [], _drawn(subject, tokens)
-    for number, (column, layer) in enumerate(zip(axes.T, subject.layers), start=1):
+    rows, (chosen, prefix) = [], _chosen(subject, tokens)
+    for place, column, layer in columns(axes, subject):
         masses = diagonal_mass(layer.weights).tolist()
         for head, (axis, weights, mass) in enumerate(zip(column, layer.weights, masses), start=1):
-            some = subsample(weights, tokens)
-            off, most = off_diagonal(some), float(off_diagonal(weights).max())
+            some, most = weights[chosen][:, chosen], float(off_diagonal(weights).max())
+            off = off_diagonal(some)
             picture = matrix_picture(some, linear(off[off <= float(np.quantile(off.numpy(), SATURATED))]), prefix)
             axis.imshow(picture, interpolation="none")
             axis.set_xlabel(f"diagonal {mass:.3f}, max {most:#.2g}", labelpad=2)
-            place = {"model": subject.model, "layer": number, "head": head}
-            rows.append({**place, "diagonal mass": mass, "largest off it": most})
-    label_heads(axes)
+            rows.append({**place, "head": head, "diagonal mass": mass, "largest off it": most})
+    return rows
+
+
+def draw_evolution(subjects: Sequence[ImageSubject], folder: Path) -> list[Figure]:
+    """Draw a sheet for every image: layers across; down, W and its CLS row; the image once; by model."""
+    layout = dict(inches=1.45, margins=(0.55, 0.8, 0.75, 0.1), gaps=(0.08, 0.42), square=True, image=1)
+    title, text = "Kernel evolution over depth", (
+        "The mean over heads of W (above; its diagonal grey, its mass and the effective tokens, exp(entropy), below "
+        f"it), and its {subjects[0].tokens.reader} over the patches. One scale for a row of pictures: logarithmic for "
+        "W, linear from 0 below. σ: the mean over heads, where a layer has it. The paper turns this sheet by 90 "
+        "degrees: a row for every layer."
+    )  # fmt: skip
+    return draw_sheets(subjects, folder, "evolution", title, text, _draw_means, _labels, **layout)
+
+
+def _labels(subject: ImageSubject) -> list[str]:
+    return ["W", "CLS row" if subject.tokens.has_class else "mean row"]
+
+
+def _draw_means(axes, subject: ImageSubject) -> list[dict]:
+    """Draw a model's layers. Returns their numbers."""
+    tokens, rows = subject.tokens, []
+    means = torch.stack([layer.weights.mean(0) for layer in subject.layers])
+    maps = tokens.patches(tokens.read(means))
+    scales = logarithmic(off_diagonal(means), decades=3), from_zero(maps)
+    for axis in axes.flat:
+        axis.set_anchor("N")
+    for (place, (above, below), layer), mean, patches in zip(columns(axes, subject), means, maps):
+        above.imshow(matrix_picture(mean, scales[0], tokens.prefix), interpolation="none")
+        below.imshow(coloured(patches, scales[1]), interpolation="none")
+        sigma = None if layer.sigma is None else float(layer.sigma.mean())
+        mass, effective = float(diagonal_mass(mean)), float(effective_tokens(layer.weights).mean())
+        words = "" if sigma is None else f"\nσ {sigma:.2f}"
+        above.set_xlabel(f"diagonal {mass:.3f}{words}, eff. {effective:.0f}", labelpad=2)
+        rows.append({**place, "sigma": sigma, "diagonal mass": mass, "effective tokens": effective})
+    for axis, norm in zip(axes[:, -1], scales):
+        scale(axis.figure, norm, axis, (1.06, 0, 0.06, 1))
     return rows

@@ -1,14 +1,15 @@
 """Sheets of pictures over an image: models that are drawn together, a block of rows for each, maps of patches."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from matplotlib import colormaps
 from torch import nn
 
+from deit_gka.figures.maps import LayerMaps
 from deit_gka.figures.subjects import ImageSubject
 from trainkit_gka.figures.sheet import CMAP, bare, label_layers, name_above, save, sheet
 from trainkit_gka.plots import Figure
@@ -19,86 +20,90 @@ BOX = "cyan"  # of the outline of a patch
 # Several models on several images
 
 
-def by_image(subjects: Sequence[ImageSubject]) -> list[list[ImageSubject]]:
-    """A list for every image: the models on it, in their order, without repetitions."""
-    return _grouped([subject for subject in subjects if not subject.repeats], "image")
-
-
-def by_model(subjects: Sequence[ImageSubject]) -> list[list[ImageSubject]]:
-    """A list for every model: its subjects, in the order of the images, without repetitions."""
-    return _grouped([subject for subject in subjects if not subject.repeats], "about")
-
-
-def runs_of_recipe(subjects: Sequence[ImageSubject]) -> list[list[ImageSubject]]:
-    """The subjects of the first model, and of those that repeat it with other seeds: a list for each."""
-    about = subjects[0].about
-    return _grouped([subject for subject in subjects if about in (subject.about, subject.repeats)], "about")
-
-
-def _grouped(subjects: Sequence[ImageSubject], name: str) -> list[list[ImageSubject]]:
+def grouped(subjects: Sequence[ImageSubject], name: str) -> list[list[ImageSubject]]:
+    """The subjects that share the attribute `name`, in their order: a list for every value."""
     groups: dict[str, list[ImageSubject]] = {}
     for subject in subjects:
         groups.setdefault(getattr(subject, name), []).append(subject)
     return list(groups.values())
 
 
+def by_image(subjects: Sequence[ImageSubject]) -> list[list[ImageSubject]]:
+    """A list for every image: the models on it, in their order, without repetitions."""
+    return grouped([subject for subject in subjects if not subject.repeats], "image")
+
+
 def caption(models: Sequence[ImageSubject], *sentences: str) -> str:
-    """Models and image of a figure (all models are on one image), then the sentences."""
-    first = models[0]
-    if all((each.pixels.shape, each.tokens) == (first.pixels.shape, first.tokens) for each in models):
-        return replace(first, about="; ".join(each.about for each in models)).caption(*sentences)
-    return " ".join([*(each.caption() for each in models), *sentences])
+    """Models, image and tokens of a figure (all models are on one image), then the sentences."""
+    abouts: dict[str, list[str]] = {}
+    for subject in models:
+        (height, width), tokens = subject.pixels.shape[:2], subject.tokens
+        patches = f"{tokens.count} tokens: {tokens.grid[0]} × {tokens.grid[1]} patches and {tokens.prefix} before them"
+        abouts.setdefault(f"Image {subject.image}, {height} × {width} pixels; {patches}.", []).append(subject.about)
+    return " ".join([*(f"{'; '.join(some)}. {image}" for image, some in abouts.items()), *sentences])
 
 
-def draw_sheet(
-    models: Sequence[ImageSubject],
-    path: Path,
+def draw_sheets(
+    subjects: Sequence[ImageSubject],
+    folder: Path,
+    family: str,
     title: str,
-    text: str,
-    rows: Sequence[int],
-    cell: tuple[float, float],
-    margins: tuple[float, float, float, float],
-    gaps: tuple[float, float],
-    draw: Callable[..., list[dict]],
-    fontsize: int = 8,
+    sentences: str,
+    draw: Callable[[Any, ImageSubject], list[dict]],
+    labels: Callable[[ImageSubject], Sequence[str]],
+    inches: float = 1.3,
+    margins: tuple[float, float, float, float] = (0.5, 0.3, 0.75, 0.3),
+    gaps: tuple[float, float] = (0.1, 0.24),
+    square: bool = False,
     image: int | None = None,
-) -> Figure:
-    """A sheet with a block for every model, of its `rows` and its layers, written to `path`.
+) -> list[Figure]:
+    """For every image a sheet with a block for every model, its layers across: `folder`/<family>-<image>.png.
 
-    Title, text, cell, margins and gaps are those of `trainkit_gka.figures.sheet.sheet`; the margins are around every
-    block, and the blocks one below the other. The names of the models are above them if there are several. image: the
-    row, from 0, in front of whose maps the image stands, in a column of its own. draw: called with the figure, the axes
-    of a block (without the image's) and the subject; it returns rows of numbers.
+    sentences: of the caption, after models and image. draw: draws on the axes of a block, (rows, layers), and returns
+    its numbers. labels: names of a block's rows. inches: the longer side of a picture, which has the shape of the
+    image, or is square. margins, around every block, and gaps: see `trainkit_gka.figures.sheet.sheet`. image: the row,
+    from 0, in front of whose maps the image stands, in a column of its own.
     """
-    left, right, top, bottom = margins
-    lead, heading = int(image is not None), HEADING if len(models) > 1 else 0
-    columns, step = max(lead + len(subject.layers) for subject in models), bottom + LAYERS + heading - gaps[1]
-    margins = (left, right, top + heading, bottom + (len(models) - 1) * step)
-    figure, axes = sheet(sum(rows), columns, cell, title, text, margins, gaps)
-    bare(axes, fontsize)
-    table = []
-    for number, (block, subject) in enumerate(zip(np.split(axes, np.cumsum(rows)[:-1]), models)):
-        for axis in block.flat:
-            box = axis.get_position()
-            axis.set_position((box.x0, box.y0 - number * step / figure.get_figheight(), box.width, box.height))
-        for axis in block[:, lead + len(subject.layers) :].flat:
-            axis.set_visible(False)
-        before, block = np.split(block[:, : lead + len(subject.layers)], [lead], axis=1)
-        for row, axis in enumerate(before.flat):
-            axis.set_visible(row == image)
-            axis.imshow(subject.pixels, interpolation="none")
-            axis.set_title("image", fontsize=9)
-        label_layers(block, subject)
-        if heading:
-            name_above(block[0, 0], subject.model)
-        table += draw(figure, block, subject)
-    return Figure(save(figure, path), title, text, table)
+    figures, lead, (left, right, top, bottom) = [], int(image is not None), margins
+    for models in by_image(subjects):
+        rows, heading = [len(labels(subject)) for subject in models], HEADING if len(models) > 1 else 0
+        across, step = max(lead + len(subject.layers) for subject in models), bottom + LAYERS + heading - gaps[1]
+        around = (left, right, top + heading, bottom + (len(models) - 1) * step)
+        cell, text = (inches, inches) if square else cell_size(models[0], inches), caption(models, sentences)
+        figure, axes = sheet(sum(rows), across, cell, title, text, around, gaps)
+        bare(axes, fontsize=7)
+        table = []
+        for number, (block, subject) in enumerate(zip(np.split(axes, np.cumsum(rows)[:-1]), models)):
+            for axis in block.flat:
+                box = axis.get_position()
+                axis.set_position((box.x0, box.y0 - number * step / figure.get_figheight(), box.width, box.height))
+            before, block, after = np.split(block, [lead, lead + len(subject.layers)], axis=1)
+            for row, axis in enumerate(before.flat):
+                axis.set_visible(row == image)
+                axis.imshow(subject.pixels, interpolation="none")
+                axis.set_title("image", fontsize=9)
+            for axis in after.flat:
+                axis.set_visible(False)
+            label_layers(block, subject)
+            for axis, label in zip(block[:, 0], labels(subject)):
+                axis.set_ylabel(label, fontsize=8)
+            if heading:
+                name_above(block[0, 0], subject.model)
+            table += draw(block, subject)
+        path = folder / f"{family}-{models[0].image}.png"
+        figures.append(Figure(save(figure, path), title, text, table))
+    return figures
 
 
-def label_heads(axes) -> None:
-    """Number the heads at the left of the rows of axes."""
-    for head, axis in enumerate(axes[:, 0], start=1):
-        axis.set_ylabel(f"head {head}", fontsize=9)
+def heads(subject: ImageSubject) -> list[str]:
+    """Labels of a block with a row for every head."""
+    return [f"head {number + 1}" for number in range(subject.num_heads)]
+
+
+def columns(axes, subject: ImageSubject) -> Iterator[tuple[dict, Any, LayerMaps]]:
+    """Of every layer: the first cells of its rows of numbers, its axes, and its maps."""
+    for number, (column, layer) in enumerate(zip(axes.T, subject.layers), start=1):
+        yield {"model": subject.model, "layer": number}, column, layer
 
 
 # Maps of an image's patches
@@ -110,25 +115,18 @@ def cell_size(subject: ImageSubject, inches: float) -> tuple[float, float]:
     return inches * width / max(height, width), inches * height / max(height, width)
 
 
-def to_pixels(maps: torch.Tensor, size: int | tuple[int, int]) -> torch.Tensor:
-    """Maps (B, H, *grid) at (B, H, *size): bicubic, and clamped at 0, below which bicubic overshoots.
-
-    The paper's supplement says bilinear in one section and bicubic in another.
-    """
-    return nn.functional.interpolate(maps, size=size, mode="bicubic", align_corners=False).clamp(min=0)
-
-
 def smooth_map(patches: torch.Tensor, norm, size: tuple[int, int]) -> np.ndarray:
     """A map (rows, columns) of an image's patches as bytes (*size, 3), in the very colours of its scale.
 
-    It stands beside the image: mixed with one, its colours would not be on the scale.
+    Bicubic, clamped at 0, below which bicubic overshoots (the paper's supplement says bilinear in one section and
+    bicubic in another). It stands beside the image: mixed with one, its colours would not be on the scale.
     """
     parts = torch.from_numpy(np.asarray(norm(patches.numpy()), dtype=np.float32))
-    fine = to_pixels(parts[None, None], size)[0, 0].clamp(max=1)
-    return np.uint8(np.rint(255 * colormaps[CMAP](fine.numpy())[..., :3]))
+    fine = nn.functional.interpolate(parts[None, None], size=size, mode="bicubic", align_corners=False)[0, 0]
+    return np.uint8(np.rint(255 * colormaps[CMAP](fine.clamp(0, 1).numpy())[..., :3]))
 
 
-def frame(axis, place: tuple[int, int], side: tuple[int, int]) -> None:
+def frame(axis, place: tuple[int, int], side: tuple[int, int] = (1, 1)) -> None:
     """Outline the patch `place`, (row, column), of `side` = (height, width) in the axis's units, on any colour."""
     from matplotlib.patches import Rectangle
 

@@ -15,35 +15,18 @@ from typing import Any
 import numpy as np
 import torch
 from PIL import Image
-from timm.data import (
-    IMAGENET_DEFAULT_MEAN,
-    IMAGENET_DEFAULT_STD,
-    ImageNetInfo,
-    infer_imagenet_subset,
-    resolve_input_data_config,
-)
+from timm.data import ImageNetInfo, infer_imagenet_subset, resolve_input_data_config
 from timm.models import VisionTransformer
 from torch import nn
 
 from deit_gka.data.sources import BrokenImage, DataParts, ImageStream, decode, open_source
 from deit_gka.data.transforms import eval_transform
-from deit_gka.figures.maps import LayerMaps, attention_maps
-from deit_gka.figures.measures import Tokens
-from deit_gka.model.checkpoints import (
-    about_images,
-    build,
-    eval_settings,
-    find_checkpoint,
-    load_file,
-    load_run,
-    parse_kwargs,
-    timm_weights,
-    weights_in,
-)
+from deit_gka.figures.maps import LayerMaps, Tokens, attention_maps
+from deit_gka.model import checkpoints
 from gka import KINDS
 from trainkit_gka import extras
 from trainkit_gka.cli import PassingFault, UserError
-from trainkit_gka.figures.measures import by_head
+from trainkit_gka.figures.subjects import AttentionSubject
 from trainkit_gka.plots import BLUE
 
 NUM_IMAGES, STREAMED = 4, 1000  # images that are drawn; of a stream, how many are looked through for them
@@ -53,7 +36,7 @@ MOST_PATCHES = 4096  # 1024 × 1024 pixels: W of 12 layers and 12 heads takes 10
 
 
 @dataclass(frozen=True)
-class ImageSubject:
+class ImageSubject(AttentionSubject):
     """One model's attention on one image."""
 
     model: str  # the name of its folder of figures
@@ -67,34 +50,10 @@ class ImageSubject:
     repeats: str = ""  # `about` of the model of the same recipe and another seed
 
     @property
-    def num_heads(self) -> int:
-        return max(len(layer.weights) for layer in self.layers)
-
-    @property
-    def has_sigma(self) -> bool:
-        return any(layer.sigma is not None for layer in self.layers)
-
-    @property
-    def sigmas(self) -> np.ndarray:
-        """The bandwidths, (L, H); NaN in layers without."""
-        return by_head([layer.sigma for layer in self.layers], self.num_heads)
-
-    @property
     def colour(self) -> str:
         """Of the model's lines among those of other models."""
         kinds = {layer.kind for layer in self.layers}
         return KINDS[kinds.pop()].colour if len(kinds) == 1 else HYBRID
-
-    def file(self, folder: Path, family: str) -> Path:
-        """Where a figure of this image goes."""
-        return folder / f"{family}-{self.image}.png"
-
-    def caption(self, *sentences: str) -> str:
-        """Model, weights, image and tokens, then the sentences."""
-        height, width = self.pixels.shape[:2]
-        (rows, columns), prefix = self.tokens.grid, self.tokens.prefix
-        tokens = f"{self.tokens.count} tokens: {rows} × {columns} patches and {prefix} before them"
-        return " ".join([f"{self.about}. Image {self.image}, {height} × {width} pixels; {tokens}.", *sentences])
 
 
 @dataclass
@@ -105,8 +64,8 @@ class DrawnModel:
     about: str
     model: nn.Module
     settings: dict[str, Any]  # of eval_transform
-    recipe: dict[str, Any] = field(default_factory=dict)  # of a run: all that it was trained with
     classes: list[str] = field(default_factory=list)  # their names; empty if nobody knows them
+    state: dict[str, Any] = field(default_factory=dict)  # of a run: its checkpoint's
 
 
 def of_run(path: Path, weights: str = "ema", best: bool = False, image_size: Sequence[int] = ()) -> DrawnModel:
@@ -115,15 +74,15 @@ def of_run(path: Path, weights: str = "ema", best: bool = False, image_size: Seq
     path: the run's folder or one checkpoint folder in it. weights: ema, which falls back to the raw ones in a run
     without an average, or model. best: the checkpoint with the best accuracy instead of the newest. Raises UserError.
     """
-    checkpoint = find_checkpoint(path, best)
-    weights = weights if weights in weights_in(checkpoint) else weights_in(checkpoint)[0]
-    state, recipe, folder = checkpoint.state, checkpoint.state["train_config"], path.resolve()
+    checkpoint, folder = checkpoints.find_checkpoint(path, best), path.resolve()
+    available, state = checkpoints.weights_in(checkpoint), checkpoint.state
+    weights = weights if weights in available else available[0]
     name = folder.parents[1].name if (folder / "manifest.json").exists() else folder.name
-    data = Path(state["trained_on"]).name
-    kind = {"ema": "EMA", "model": "raw"}[weights]
-    about = f"{name} ({state['model']['name']}), {kind} weights after {state['epoch']:g} epochs of {data}"
-    model, settings = load_run(checkpoint, weights, "cpu"), eval_settings(about_images(state))
-    return _at_size(DrawnModel(name, about, model, settings, recipe, state["classes"]), image_size)
+    trained = f"{'EMA' if weights == 'ema' else 'raw'} weights after {state['epoch']:g} epochs"
+    about = f"{name} ({state['model']['name']}), {trained} of {Path(state['trained_on']).name}"
+    settings = checkpoints.eval_settings(checkpoints.about_images(state))
+    model = checkpoints.load_run(checkpoint, weights, "cpu")
+    return _at_size(DrawnModel(name, about, model, settings, state["classes"], state), image_size)
 
 
 def of_timm(
@@ -137,21 +96,20 @@ def of_timm(
 
     Raises UserError.
     """
-    parsed = parse_kwargs(kwargs)
+    parsed = checkpoints.parse_kwargs(kwargs)
     torch.manual_seed(0)
     if pretrained:
-        timm_weights(name, "--model")  # says why there are none
-    model = build(name, pretrained=pretrained, **parsed).eval()
+        checkpoints.timm_weights(name, "--model")  # says why there are none
+    model = checkpoints.build(name, pretrained=pretrained, **parsed).eval()
     if checkpoint is not None:
-        load_file(checkpoint, model)
+        checkpoints.load_file(checkpoint, model)
     source = checkpoint.name if checkpoint else "timm" if pretrained else "random"
     words = "random initialisation (seed 0)" if source == "random" else f"weights: {source}"
-    settings = eval_settings(resolve_input_data_config(model))
-    label = " ".join([name, *kwargs])
+    label, subset = " ".join([name, *kwargs]), infer_imagenet_subset(model)
     folder = re.sub(r"[^\w.=-]+", "_", f"{label} {Path(source).stem}")
-    subset = infer_imagenet_subset(model)
+    settings = checkpoints.eval_settings(resolve_input_data_config(model))
     classes = ImageNetInfo(subset).label_descriptions() if subset else []
-    return _at_size(DrawnModel(folder, f"{label}, {words}", model, settings, classes=classes), image_size)
+    return _at_size(DrawnModel(folder, f"{label}, {words}", model, settings, classes), image_size)
 
 
 def _at_size(drawn: DrawnModel, image_size: Sequence[int]) -> DrawnModel:
@@ -159,8 +117,7 @@ def _at_size(drawn: DrawnModel, image_size: Sequence[int]) -> DrawnModel:
     if not isinstance(drawn.model, VisionTransformer):
         raise UserError(f"{drawn.about} is not a vision transformer of timm's: it has no W to draw")
     if image_size:
-        size = (tuple(image_size) * 2)[:2]
-        patch = drawn.model.patch_embed.patch_size
+        size, patch = (tuple(image_size) * 2)[:2], drawn.model.patch_embed.patch_size
         if size[0] % patch[0] or size[1] % patch[1]:
             raise UserError(f"--image-size must be multiples of the patch, {patch[0]} × {patch[1]}")
         if size[0] // patch[0] * (size[1] // patch[1]) > MOST_PATCHES:
@@ -171,14 +128,12 @@ def _at_size(drawn: DrawnModel, image_size: Sequence[int]) -> DrawnModel:
 
 def check_repeats(drawn: DrawnModel, first: DrawnModel) -> None:
     """Raises UserError unless the runs differ in their seeds alone."""
-    names = drawn.recipe.keys() | first.recipe.keys()
-    differ = sorted(name for name in names - {"seed"} if drawn.recipe.get(name) != first.recipe.get(name))
-    if not first.recipe:
+    if not first.state:
         raise UserError("--seeds goes with --run: a model without a run has no recipe to repeat")
-    if differ:
-        raise UserError(
-            f"--seeds takes runs of one recipe: {drawn.name} and {first.name} differ in {', '.join(differ)}"
-        )
+    recipe, wanted = drawn.state["train_config"], first.state["train_config"]
+    differ = [name for name in sorted(recipe.keys() | wanted.keys()) if recipe.get(name) != wanted.get(name)]
+    if names := ", ".join(name for name in differ if name != "seed"):
+        raise UserError(f"--seeds takes runs of one recipe: {drawn.name} and {first.name} differ in {names}")
 
 
 def photographs(paths: Sequence[Path] = ()) -> dict[str, Image.Image]:
@@ -201,16 +156,16 @@ def photographs(paths: Sequence[Path] = ()) -> dict[str, Image.Image]:
     return images
 
 
-def images_for(drawn: DrawnModel, run: Path | None, network: bool = True) -> dict[str, Image.Image]:
-    """Images to draw a model on: held-out images of the run's data, else photographs.
+def images_for(drawn: DrawnModel, network: bool = True) -> dict[str, Image.Image]:
+    """Images to draw a model on: held-out images of its run's data, else photographs.
 
-    run: its folder, None for a timm model. network: see `held_out_images`. Raises UserError for a run whose images are
-    not here, or a timm model of small images: photographs are only for a model that can see them.
+    network: whether a dataset of the hub may be opened. Raises UserError for a run whose images are not here, or a timm
+    model of small images: photographs are only for a model that can see them.
     """
     why = f"{drawn.name} sees small images"
-    if run:
+    if drawn.state:
         try:
-            if images := held_out_images(run, network):
+            if images := _held_out_images(drawn.state, network):
                 return images
             why = f"{drawn.name} has no held-out images"
         except (UserError, PassingFault) as error:
@@ -220,12 +175,11 @@ def images_for(drawn: DrawnModel, run: Path | None, network: bool = True) -> dic
     raise UserError(f"{why}, and photographs would tell it nothing: give some of its kind with --image")
 
 
-def held_out_images(run: Path, network: bool = True) -> dict[str, Image.Image]:
+def _held_out_images(state: dict[str, Any], network: bool) -> dict[str, Image.Image]:
     """The first held-out image of each of the first classes that a run was trained on, by data and class.
 
-    network: whether a dataset of the hub may be opened. Raises UserError or PassingFault if these images are not here.
+    Raises UserError or PassingFault if these images are not here.
     """
-    state = find_checkpoint(run).state
     data = state["trained_on"]
     if data.startswith(("hf:", "hf-stream:")) and not network:
         raise UserError(f"{data} would need the network")
@@ -251,17 +205,17 @@ def subjects_of(drawn: DrawnModel, images: dict[str, Image.Image], repeats: str 
     model = drawn.model
     transform = eval_transform(model.patch_embed.img_size, **drawn.settings)
     batch = torch.stack([transform(image) for image in images.values()])
-    mean, std = (torch.tensor(drawn.settings.get(name, default)) for name, default in
-                 (("mean", IMAGENET_DEFAULT_MEAN), ("std", IMAGENET_DEFAULT_STD)))  # fmt: skip
+    mean, std = (torch.tensor(drawn.settings[name]) for name in ("mean", "std"))
     pixels = np.asarray((batch.movedim(1, -1) * std + mean).clamp(0, 1))
-    layers, tokens = attention_maps(model, batch), Tokens.of(model)
+    maps, tokens = attention_maps(model, batch), Tokens.of(model)
 
     @torch.inference_mode()
     def probabilities(images: torch.Tensor) -> torch.Tensor:
         return model(((images - mean) / std).movedim(-1, 1)).softmax(-1)
 
+    about = dict(model=drawn.name, about=drawn.about, tokens=tokens, classes=drawn.classes, repeats=repeats)
+    about["probabilities"] = probabilities
     return [
-        ImageSubject(drawn.name, drawn.about, name, pixels[i], tokens, [layer.of_image(i) for layer in layers],
-                probabilities, drawn.classes, repeats)
+        ImageSubject(image=name, pixels=pixels[i], layers=[layer.of_image(i) for layer in maps], **about)
         for i, name in enumerate(images)
-    ]  # fmt: skip
+    ]

@@ -116,8 +116,7 @@ def _draw_sigma(axis, group: Sequence[TextSubject], layer: int) -> None:
 def medians_and_sigmas(subject: TextSubject) -> tuple[np.ndarray, np.ndarray]:
     """The median distance of two tokens' features, and σ, by layer and head, (L, H) each; NaN in layers without σ."""
     medians = [None if layer.sigma is None else median_distance(layer.features) for layer in subject.layers]
-    sigmas = [layer.sigma for layer in subject.layers]
-    return by_head(medians, subject.num_heads), by_head(sigmas, subject.num_heads)
+    return by_head(medians, subject.num_heads), subject.sigmas
 
 
 def draw_distances(subjects: Sequence[TextSubject], folder: Path) -> list[Figure]:

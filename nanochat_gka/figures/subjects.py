@@ -17,6 +17,7 @@ from nanochat_gka.figures.maps import LayerWeights, extract
 from nanochat_gka.model.checkpoints import load, run_folder
 from nanochat_gka.model.config import GPTConfig
 from trainkit_gka.cli import UserError
+from trainkit_gka.figures.subjects import AttentionSubject
 from trainkit_gka.progress import read_events
 
 FONT = "DejaVu Sans Mono"  # comes with Matplotlib
@@ -30,7 +31,7 @@ History = dict[int, dict[int, list[float]]]  # σ of every head, by training tok
 
 
 @dataclass(frozen=True, eq=False)
-class TextSubject:
+class TextSubject(AttentionSubject):
     """One model's attention on one text."""
 
     model: str  # the name of its run, and of its folder of figures
@@ -40,14 +41,6 @@ class TextSubject:
     words: list[str]  # every token as text, T of them; the first one begins the document
     layers: list[LayerWeights]
     history: History  # of the evaluations in order; empty without a log
-
-    @property
-    def num_heads(self) -> int:
-        return self.config.n_head
-
-    def layers_with(self, tensor: str) -> list[int]:
-        """The layers, from 0, whose `LayerWeights` have `tensor`, such as sigma."""
-        return [number for number, layer in enumerate(self.layers) if getattr(layer, tensor) is not None]
 
     def head_names(self, layer: LayerWeights | None = None) -> list[str]:
         """1, 2, ... with P or S for a head's offset in `layer`, or in any layer."""

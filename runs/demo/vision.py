@@ -11,7 +11,7 @@ import torch
 
 from deit_gka.data.sources import decode, open_source
 from deit_gka.data.transforms import eval_transform
-from deit_gka.figures.cls_attention import draw_cls_attention
+from deit_gka.figures.rows import draw_cls_attention
 from deit_gka.model.checkpoints import find_checkpoint, load_run
 from deit_gka.model.registry import model_name
 from deit_gka.train import Trainer

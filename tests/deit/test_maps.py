@@ -11,8 +11,8 @@ import tiny_vit
 from gka import KINDS, gaussian_weights
 from trainkit_gka.cli import UserError
 
-SIZE, PATCH = 32, 8
-TINY = dict(img_size=SIZE, patch_size=PATCH, depth=2, embed_dim=48, num_heads=3, num_classes=5)
+SIZE = 32
+TINY = dict(img_size=SIZE, patch_size=8, depth=2, embed_dim=48, num_heads=3, num_classes=5)
 FAMILIES = {
     "deit_tiny_distilled_patch16_224": {},
     "vit_small_patch14_dinov2": dict(init_values=0.5),
@@ -53,12 +53,11 @@ def test_maps_are_timms_unfused_weights(name, images):
         block.attn.fused_attn = False
     with torch.no_grad():
         unfused = AttentionExtract(model, names=["blocks.*.attn.attn_drop"], method="hook")(images)
-    assert len(maps) == len(unfused) == 2
-    for layer, want in zip(maps, unfused.values()):
+    for layer, want in zip(maps, unfused.values(), strict=True):
         torch.testing.assert_close(layer.weights, want, rtol=1e-4, atol=1e-5)
         assert layer.error < 1e-5 and (layer.sigma is not None) == KINDS[layer.kind].has_bandwidth
         assert layer.sigma is None or layer.sigma.shape == (3,)
-    assert (maps[0].weights - maps[0].weights.mean(-1, keepdim=True)).abs().max() > 0.01  # not uniform
+    assert len(maps) == 2 and (maps[0].weights - maps[0].weights.mean(-1, keepdim=True)).abs().max() > 0.01
     for layer in deit_gka.attention_maps(model, images[:0]) if name.startswith("deit") else ():  # some of timm's fail
         assert layer.weights.shape == (0, *maps[0].weights.shape[1:]) and layer.error == 0
 
@@ -71,8 +70,7 @@ def test_the_weights_are_the_operators(channel_bandwidths, images):
             torch.nn.init.normal_(parameter)
     for layer in deit_gka.attention_maps(model, images):
         assert layer.initial_sigma == pytest.approx(2**0.5)
-        weights = gaussian_weights(layer.features, layer.sigma.log(), eps=0.0)
-        torch.testing.assert_close(layer.weights, weights)
+        torch.testing.assert_close(layer.weights, gaussian_weights(layer.features, layer.sigma.log(), eps=0.0))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

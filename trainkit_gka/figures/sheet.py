@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from matplotlib import colormaps
+from matplotlib.cm import ScalarMappable
 from matplotlib.colors import LogNorm, Normalize
 
 from trainkit_gka.plots import subplots
@@ -89,8 +90,6 @@ def scale(
     cmap: str = CMAP,
 ):
     """Add a colour bar at `place` (left, bottom, width, height), as fractions of the axis `beside`. Returns it."""
-    from matplotlib.cm import ScalarMappable
-
     box = beside.get_position()
     left, bottom = box.x0 + place[0] * box.width, box.y0 + place[1] * box.height
     axis = figure.add_axes((left, bottom, place[2] * box.width, place[3] * box.height))
@@ -102,9 +101,10 @@ def scale(
     return bar
 
 
-def scale_below(figure, norm, axis, inches: float, gap: float) -> None:
-    """Add a colour bar below `axis`, a picture `inches` high, labelled with its smallest and largest value."""
-    bar = scale(figure, norm, axis, (0.04, -(gap + 0.05) / inches, 0.92, 0.05 / inches), across=True)
+def scale_below(norm, axis, gap: float) -> None:
+    """Add a colour bar `gap` inches below `axis`, labelled with its smallest and largest value."""
+    inches = axis.get_position().height * axis.figure.get_figheight()
+    bar = scale(axis.figure, norm, axis, (0.04, -(gap + 0.05) / inches, 0.92, 0.05 / inches), across=True)
     bar.minorticks_off()
     bar.set_ticks([norm.vmin, norm.vmax], labels=[f"{norm.vmin:.2g}", f"{norm.vmax:.2g}"], fontsize=6.5)
     for label, side in zip(bar.ax.get_xticklabels(), ("left", "right")):
