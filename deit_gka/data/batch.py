@@ -40,11 +40,12 @@ class Images:
         started = time.perf_counter()
         broken: list[tuple[str, str]] = []
         made = [self._make(key, broken) for key in keys]
-        if self.training:
-            made = _with_neighbours(made)
-        intact = [pair for pair in made if pair is not None]
-        images = torch.stack([image for image, _ in intact]) if intact else torch.empty(0, 3, 1, 1)
-        labels = torch.tensor([label for _, label in intact], dtype=torch.long)
+        intact = [place for place, pair in enumerate(made) if pair is not None]
+        chosen = intact
+        if self.training and intact:  # the next intact image takes a broken one's place, after the last the first
+            chosen = [next((k for k in intact if k >= place), intact[0]) for place in range(len(made))]
+        images = torch.stack([made[k][0] for k in chosen]) if chosen else torch.empty(0, 3, 1, 1)
+        labels = torch.tensor([made[k][1] for k in chosen], dtype=torch.long)
         return ImageBatch(images, labels, broken, time.perf_counter() - started)
 
     def _make(self, key: ImageKey, broken: list[tuple[str, str]]) -> tuple[torch.Tensor, int] | None:
@@ -67,14 +68,6 @@ class Images:
             return None
 
 
-def _with_neighbours(made: list) -> list:
-    """`made` with the next intact image, or after the last the first, in place of every None."""
-    intact = [place for place, pair in enumerate(made) if pair is not None]
-    if not intact:
-        return made
-    return [made[next((other for other in intact if other >= place), intact[0])] for place in range(len(made))]
-
-
 def assemble(units: Iterator[ImageBatch], size: int) -> ImageBatch:
     """The next `size` images as one batch. Raises UserError for a unit without any readable image."""
     parts: list[ImageBatch] = []
@@ -82,10 +75,8 @@ def assemble(units: Iterator[ImageBatch], size: int) -> ImageBatch:
         parts.append(next(units))
         if not len(parts[-1].images):
             (name, reason), *more = parts[-1].broken
-            raise UserError(
-                f"none of {1 + len(more)} images in a row can be read, the first is {name}: {reason}; "
-                "is the disk still there?"
-            )
+            first = f"the first is {name}: {reason}; is the disk still there?"
+            raise UserError(f"none of {1 + len(more)} images in a row can be read, {first}")
     return join(parts)
 
 

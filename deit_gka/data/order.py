@@ -6,9 +6,10 @@
   or workers, nor where a run was interrupted, changes what is drawn.
 """
 
+import contextlib
 import queue
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 from timm.data.distributed_sampler import RepeatAugSampler
@@ -37,10 +38,8 @@ def deal(batch_size: int, group_size: int, pairs: range, device_batch_size: int)
     in different groups. Within a group of n, image k is mixed with image n-1-k.
     """
     groups = batch_size // group_size if batch_size % group_size == 0 else 1
-    half = batch_size // groups // 2
-    count, pieces = -(-len(pairs) // max(1, device_batch_size // 2)), []
-    for piece in range(count):
-        here = pairs[piece * len(pairs) // count : (piece + 1) * len(pairs) // count]
+    half, pieces = batch_size // groups // 2, []
+    for here in split_evenly(pairs, max(1, device_batch_size // 2)):
         places, parts = [], []
         for group in range(here[0] // half, here[-1] // half + 1):
             inside = [pair - group * half for pair in here if pair // half == group]
@@ -51,7 +50,7 @@ def deal(batch_size: int, group_size: int, pairs: range, device_batch_size: int)
     return pieces
 
 
-def split_evenly(places: list[int], most: int) -> list[list[int]]:
+def split_evenly(places: Sequence[int], most: int) -> list[Sequence[int]]:
     """`places` in parts of at most `most`, as equal as possible."""
     count = -(-len(places) // most)
     return [places[part * len(places) // count : (part + 1) * len(places) // count] for part in range(count)]
@@ -82,8 +81,7 @@ class Order:
             few = f"{source.name} has {len(source):,} training images, fewer than one batch"
             raise UserError(f"{few}; lower --batch-size (now {size})")
         if isinstance(source, ImageStream) and recipe.repeated_aug > 1:
-            reason = "repeated augmentation needs random access and a stream has none"
-            raise UserError(f"{reason}; pass --repeated-aug 1, or use a local copy")
+            raise UserError("a stream cannot repeat images: pass --repeated-aug 1, or use a local copy")
         self.source, self.recipe, self.runtime = source, recipe, runtime
         self.pieces = deal(size, recipe.group_size, pairs, device_batch_size)
         self.units = [unit for piece in self.pieces for unit in split_evenly(piece.places, UNIT)]
@@ -91,37 +89,34 @@ class Order:
 
     def batches(self, start: int, stop: int) -> Iterator[list[ImageKey]]:
         """Keys of every unit of every piece of the updates start .. stop-1; `assemble` makes pieces of the units."""
-        draw = self._stream if isinstance(self.source, ImageStream) else self._random_access
-        step = start
+        step, size = start, self.recipe.batch_size
         while step < stop:
             epoch, first = divmod(step, self.steps_per_epoch)
             last = min(self.steps_per_epoch, first + stop - step)
-            yield from draw(epoch, first, last)
+            item_at = (self._stream if isinstance(self.source, ImageStream) else self._random_access)(epoch, first)
+            for begin in range(first * size, last * size, size):
+                for unit in self.units:
+                    places = [begin + place for place in unit]
+                    seeds = [seed_of(self.recipe.seed, "image", epoch, place) for place in places]
+                    yield [ImageKey(item_at(place), seed) for place, seed in zip(places, seeds)]
             step += last - first
 
-    def _key(self, item, epoch: int, place: int) -> ImageKey:
-        return ImageKey(item, seed_of(self.recipe.seed, "image", epoch, place))
-
-    def _random_access(self, epoch: int, first: int, last: int) -> Iterator[list[ImageKey]]:
+    def _random_access(self, epoch: int, first: int) -> Callable[[int], int]:
+        """The image at a place in the epoch."""
         repeats = self.recipe.repeated_aug
         sampler = RepeatAugSampler(self.source, num_replicas=1, rank=0, num_repeats=repeats, selected_round=0)
         sampler.set_epoch(seed_of(self.recipe.seed, "order", epoch))
-        indices = list(sampler)
-        for step in range(first, last):
-            begin = step * self.recipe.batch_size
-            for unit in self.units:
-                yield [self._key(indices[begin + place], epoch, begin + place) for place in unit]
+        return list(sampler).__getitem__
 
-    def _stream(self, epoch: int, first: int, last: int) -> Iterator[list[ImageKey]]:
+    def _stream(self, epoch: int, first: int) -> Callable[[int], Record]:
+        """The record at the next place in the epoch, from update `first` on."""
         skipped = first * sum(map(len, self.units))
         if skipped:
             self.runtime.print(f"reading {skipped:,} images of this epoch again, to go on where it stopped")
         records = read_ahead(self._endless(epoch), READ_AHEAD)
         for _ in range(skipped):
             next(records)
-        for step in range(first, last):
-            for unit in self.units:
-                yield [self._key(next(records), epoch, step * self.recipe.batch_size + place) for place in unit]
+        return lambda place: next(records)
 
     def _endless(self, epoch: int) -> Iterator[Record]:
         """This process's records; should its part of the shards be short, it starts on them again."""
@@ -134,34 +129,30 @@ class Order:
 def read_ahead(iterator: Iterator, count: int) -> Iterator:
     """The same items, read by a thread that stays up to `count` ahead and ends when the caller closes the generator."""
     items: queue.Queue = queue.Queue(count)
-    done, closed = object(), threading.Event()
+    closed = threading.Event()
 
-    def put(item) -> bool:
-        while not closed.is_set():
-            try:
-                items.put(item, timeout=0.2)
-                return True
-            except queue.Full:
-                continue
-        return False
-
-    def read():
+    def read() -> None:
+        end: BaseException = StopIteration()
         try:
             for item in iterator:
-                if not put((item, None)):
+                items.put((item, None))
+                if closed.is_set():
                     return
-            put((done, None))
         except BaseException as error:
-            put((done, error))
+            end = error
+        items.put((None, end))
 
     threading.Thread(target=read, daemon=True).start()
     try:
         while True:
-            item, error = items.get()
-            if error is not None:
-                raise error
-            if item is done:
+            item, end = items.get()
+            if isinstance(end, StopIteration):
                 return
+            if end is not None:
+                raise end
             yield item
     finally:
         closed.set()
+        with contextlib.suppress(queue.Empty):  # a thread that waits for room puts its item and ends
+            while True:
+                items.get_nowait()

@@ -17,47 +17,32 @@ from deit_gka.recipe import Recipe
 from trainkit_gka.cli import UserError
 
 BLUR = (0.1, 2.0)  # radius in pixels (upstream)
-MOST_ASPECT = 20  # of an image that is resized whole
+MOST_ASPECT = 20  # of an image that is resized without cropping
 
 
-class Middle:
+def middle(image: Image.Image) -> Image.Image:
     """The middle of an image that is very long: resized by its shorter side it might not fit into memory."""
-
-    def __call__(self, image: Image.Image) -> Image.Image:
-        longest = MOST_ASPECT * min(image.size)
-        return center_crop(image, [min(side, longest) for side in (image.height, image.width)])
+    longest = MOST_ASPECT * min(image.size)
+    return center_crop(image, [min(side, longest) for side in (image.height, image.width)])
 
 
-class Blur:
+def blur(image: Image.Image) -> Image.Image:
     """Gaussian blur with a random radius from Python's generator, which is seeded for every image."""
-
-    def __call__(self, image: Image.Image) -> Image.Image:
-        return image.filter(ImageFilter.GaussianBlur(random.uniform(*BLUR)))
+    return image.filter(ImageFilter.GaussianBlur(random.uniform(*BLUR)))
 
 
-def train_transform(recipe: Recipe):
+def train_transform(recipe: Recipe) -> transforms.Compose:
     """Crop, flip, RandAugment, normalise, erase (timm's, in DeiT's order), or DeiT III's.
 
     Raises UserError for a RandAugment that timm does not know.
     """
     if recipe.three_augment:
         return three_augment(recipe)
+    arguments = dict(scale=recipe.scale, ratio=recipe.ratio, hflip=recipe.hflip, color_jitter=None)
+    arguments |= dict(auto_augment=recipe.aa or None, interpolation="bicubic", mean=recipe.mean, std=recipe.std)
+    arguments |= dict(re_prob=recipe.reprob, re_mode="pixel", re_count=1)
     try:
-        return create_transform(
-            recipe.input_size,
-            is_training=True,
-            scale=recipe.scale,
-            ratio=recipe.ratio,
-            hflip=recipe.hflip,
-            auto_augment=recipe.aa or None,
-            color_jitter=None,
-            interpolation="bicubic",
-            mean=recipe.mean,
-            std=recipe.std,
-            re_prob=recipe.reprob,
-            re_mode="pixel",
-            re_count=1,
-        )
+        return create_transform(recipe.input_size, is_training=True, **arguments)
     except (AssertionError, ValueError, KeyError, IndexError) as error:
         example = "rand-m9-mstd0.5-inc1"
         raise UserError(f"--aa {recipe.aa!r} is not an augmentation of timm's, such as {example}: {error}") from None
@@ -71,10 +56,11 @@ def three_augment(recipe: Recipe) -> transforms.Compose:
     size, jitter = recipe.input_size, recipe.color_jitter
     if recipe.src:
         shorter_side = transforms.Resize(size, InterpolationMode.BICUBIC)
-        crop = [Middle(), shorter_side, transforms.RandomCrop(size, padding=4, padding_mode="reflect")]
+        crop = transforms.RandomCrop(size, padding=4, padding_mode="reflect")
+        crop = [transforms.Lambda(middle), shorter_side, crop]
     else:
         crop = [RandomResizedCropAndInterpolation(size, recipe.scale, recipe.ratio, interpolation="bicubic")]
-    three = [transforms.Grayscale(3), transforms.RandomSolarize(threshold=128, p=1.0), Blur()]
+    three = [transforms.Grayscale(3), transforms.RandomSolarize(threshold=128, p=1.0), transforms.Lambda(blur)]
     colours = [transforms.ColorJitter(jitter, jitter, jitter)] if jitter else []
     normalised = [transforms.ToTensor(), transforms.Normalize(recipe.mean, recipe.std)]
     flip = transforms.RandomHorizontalFlip(recipe.hflip)
@@ -88,7 +74,7 @@ def eval_transform(
     arguments = dict(interpolation=interpolation, crop_pct=crop_pct, **settings)
     steps = create_transform(input_size, is_training=False, **arguments).transforms
     only_the_middle_counts = settings.get("crop_mode") in (None, "center")
-    return transforms.Compose([*([Middle()] if only_the_middle_counts else []), *steps])
+    return transforms.Compose([transforms.Lambda(middle)] * only_the_middle_counts + steps)
 
 
 def in_words(transform: transforms.Compose) -> str:

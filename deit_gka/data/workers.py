@@ -1,5 +1,6 @@
 """The processes that make batches, in training and in evaluation: how many, how they start, and how they end."""
 
+import itertools
 import os
 import threading
 import warnings
@@ -41,8 +42,7 @@ class BatchLoader(Iterator[ImageBatch]):
             except (RuntimeError, ConnectionError, EOFError) as error:
                 if not str(error).startswith("DataLoader timed out"):
                     # A worker that dies shows as any of these errors, perhaps before the server reports it.
-                    died = self._workers and wait([worker.sentinel for worker in self._workers], CHECK_INTERVAL)
-                    if not died:
+                    if not self._workers or not wait([worker.sentinel for worker in self._workers], CHECK_INTERVAL):
                         raise
                     break
         # Not within `except`: the traceback would keep the workers' semaphores, and the process's end would complain.
@@ -91,7 +91,7 @@ def batches(images: Images, keys: Iterable[list[ImageKey]], num_workers: int, de
         options |= dict(num_workers=num_workers, prefetch_factor=2, worker_init_fn=_start_worker)
         options |= dict(multiprocessing_context=worker_context(), timeout=min(BATCH_TIMEOUT, CHECK_INTERVAL))
     with warnings.catch_warnings():
-        # How many workers there are was chosen; torch would say so twice where there are fewer cores.
+        # torch would warn of more workers than cores, whose number was chosen.
         warnings.filterwarnings("ignore", "This DataLoader will create", UserWarning)
         return BatchLoader(DataLoader(images, **options), BATCH_TIMEOUT)
 
@@ -113,29 +113,18 @@ def evaluation_batches(
     else:
         items = range(runtime.rank, len(source), runtime.world_size)
     count = -(-batch_size // UNIT)
-    keys = _groups_of(items, batch_size // count)
+    keys = _groups_of((ImageKey(item, 0) for item in items), batch_size // count)
     loader = batches(Images(source, transform, False, numbers), keys, num_workers, runtime.device)
     try:
-        parts: list[ImageBatch] = []
-        for unit in loader:
-            parts.append(unit)
-            if len(parts) == count:
-                yield join(parts)
-                parts = []
-        if parts:
-            yield join(parts)
+        yield from map(join, _groups_of(loader, count))
     finally:
         loader.end()
 
 
-def _groups_of(items: Iterable, size: int) -> Iterator[list[ImageKey]]:
-    group = []
-    for item in items:
-        group.append(ImageKey(item, 0))
-        if len(group) == size:
-            yield group
-            group = []
-    if group:
+def _groups_of(items: Iterable, size: int) -> Iterator[list]:
+    """Lists of `size` items, and last of those that remain."""
+    items = iter(items)
+    while group := list(itertools.islice(items, size)):
         yield group
 
 

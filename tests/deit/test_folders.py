@@ -2,34 +2,33 @@
 
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from PIL import Image
 from sklearn.datasets import load_digits
+from torchvision.datasets import ImageFolder
 
-from deit_gka.data.sources import DataParts, ImageSource, check_classes, decode, located, open_source
+from deit_gka.data.sources import DataParts, check_classes, decode, located, open_source
 from image_files import contents, error, png, write
 from tiny_vision import encoded
 from trainkit_gka.cli import UserError
 
-# Digits
-
 
 def test_digits_are_split_by_class_and_scaled_to_255():
-    train, val = open_source("digits", "train"), open_source("digits", "val")
-    assert (len(train), len(val), train.classes) == (1198, 599, [str(digit) for digit in range(10)])
-    assert len({source.read(index)[2] for source in (train, val) for index in range(len(source))}) == 1797
-    counts = [Counter(source.read(index)[1] for index in range(len(source))) for source in (train, val)]
-    assert all(abs(counts[0][digit] - 2 * counts[1][digit]) <= 2 for digit in range(10))
-
-    digits, (image, label, name) = load_digits(), val.read(5)
-    place = int(name.removeprefix("digits/"))
-    assert label == digits.target[place]
-    np.testing.assert_allclose(np.asarray(decode(image))[..., 1], digits.images[place] * 255 / 16, atol=0.5)
-
-
-# Folders
+    digits, names, counts = load_digits(), set(), {}
+    for split, size in (("train", 1198), ("val", 599)):
+        source = open_source("digits", split)
+        records = [source.read(index) for index in range(len(source))]
+        assert len(source) == size and source.classes == [str(digit) for digit in range(10)]
+        names |= {name for *_, name in records}
+        counts[split] = Counter(label for _, label, _ in records)
+        image, label, name = records[5]
+        place = int(name.removeprefix("digits/"))
+        assert label == digits.target[place]
+        np.testing.assert_allclose(np.asarray(decode(image))[..., 1], digits.images[place] * 255 / 16, atol=0.5)
+    assert len(names) == 1797 and all(abs(counts["train"][k] - 2 * counts["val"][k]) <= 2 for k in range(10))
 
 
 @pytest.fixture
@@ -37,22 +36,22 @@ def folder(tmp_path) -> Path:
     def red(value, form, **options):
         return encoded(Image.new("RGB", (4, 4), (value, 0, 0)), form, **options)
 
-    write(tmp_path / "train/b_dog/2.JPEG", png(2))  # the content decides, not the name
-    write(tmp_path / "train/b_dog/1.png", png(1))
-    write(tmp_path / "train/b_dog/deep/er/0.WebP", red(0, "WEBP", lossless=True))
-    write(tmp_path / "train/a_cat/7.tiff", red(7, "TIFF"))
-    for other in ("notes.txt", "1.heic", "2.HEIC", "README"):
-        write(tmp_path / "train/a_cat" / other, b"not an image")
-    for hidden in ("a_cat/.hidden.png", "a_cat/.cache/9.png", ".trash/9.png"):
-        write(tmp_path / "train" / hidden, png(99))
-    write(tmp_path / "validation/a_cat/3.bmp", red(3, "BMP"))
-    write(tmp_path / "validation/b_dog/4.ppm", red(4, "PPM"))
+    files = {
+        "train/b_dog/2.JPEG": png(2),  # the content decides, not the name
+        "train/b_dog/1.png": png(1),
+        "train/b_dog/deep/er/0.WebP": red(0, "WEBP", lossless=True),
+        "train/a_cat/7.tiff": red(7, "TIFF"),
+        "validation/a_cat/3.bmp": red(3, "BMP"),
+        "validation/b_dog/4.ppm": red(4, "PPM"),
+        **dict.fromkeys(("train/a_cat/.hidden.png", "train/a_cat/.cache/9.png", "train/.trash/9.png"), png(99)),
+        **{f"train/a_cat/{name}": b"not an image" for name in ("notes.txt", "1.heic", "2.HEIC", "README")},
+    }
+    for name, content in files.items():
+        write(tmp_path / name, content)
     return tmp_path
 
 
 def test_folder(folder):
-    from torchvision.datasets import ImageFolder
-
     train, val = open_source(str(folder), "train"), open_source(str(folder), "val")
     assert train.classes == val.classes == ["a_cat", "b_dog"]
     assert contents(train) == [(7, 0), (1, 1), (2, 1), (0, 1)] and contents(val) == [(3, 0), (4, 1)]
@@ -86,8 +85,6 @@ def test_mistakes_about_folders(folder, tmp_path_factory):
     write(empty / "train/n02/x.png", png(1))
     assert "train/n01" in error(empty) and "1.heic" in error(empty)
 
-
-# Links
 
 LINKS = {  # a link, its target, and how many images of each class there are with it
     "a class to all classes": ("train/all", "train", [2, 1, 1]),
@@ -125,17 +122,10 @@ def test_a_split_may_be_a_link_to_the_other_one(tmp_path):
     assert all(contents(open_source(str(tmp_path), split)) == [(1, 0)] for split in ("train", "val"))
 
 
-# Both splits
-
-
 @pytest.mark.parametrize("train, val, message", [
-    (["n01440764", "n01443537"], ["n01443537"], "class 'n01440764' is in train but not in val"),
-    (["a"], ["a", "x"], "class 'x' is in val but not in train"),
+    (["a", "b"], ["b"], "'a' is in train but not in val"), (["a"], ["a", "x"], "'x' is in val but not in train"),
     (["a", "b"], ["b", "a"], "same order"),
 ])  # fmt: skip
 def test_splits_need_the_same_classes(train, val, message):
-    class Fake(ImageSource):
-        __len__ = read = None
-
     with pytest.raises(UserError, match=message):
-        check_classes(Fake("fake", "train", train), Fake("fake", "val", val))
+        check_classes(SimpleNamespace(split="train", classes=train), SimpleNamespace(split="val", classes=val))

@@ -24,11 +24,12 @@ from trainkit_gka.cli import PassingFault, UserError
 from vision_runs import evaluated, flags, in_process, train
 
 forms = pytest.mark.parametrize("form", ["hf", "hf-stream"])
+IMAGE, NUMBER = datasets.Image(), datasets.Value("int64")
+FEATURES = {"id": NUMBER, "image": IMAGE, "label": datasets.ClassLabel(names=["cat", "dog"])}
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _cache(tmp_path_factory):
-    bars = datasets.is_progress_bar_enabled()
     with pytest.MonkeyPatch.context() as patch:
         cache = str(tmp_path_factory.mktemp("cache"))
         patch.setattr(datasets.config, "HF_DATASETS_CACHE", cache)
@@ -37,32 +38,27 @@ def _cache(tmp_path_factory):
         patch.setattr(datasets.config, "SLEEP_TIME_ON_THREADS_SHUTDOWN", 0.05)
         datasets.disable_progress_bars()  # on stderr, where a mistake is one line
         yield
-    if bars:
-        datasets.enable_progress_bars()
+    datasets.enable_progress_bars()
 
 
-IMAGE, NUMBER = datasets.Image(), datasets.Value("int64")
-FEATURES = {"id": NUMBER, "image": IMAGE, "label": datasets.ClassLabel(names=["cat", "dog"])}
-
-
-def write_parquet(folder: Path, split: str, sizes: list[int], features=FEATURES, **columns) -> None:
+def write_parquet(folder: Path, split: str, counts: list[int], features=FEATURES, **columns) -> None:
     """Files of that many images: image v is a red of v, its label v % 2. columns: of another name or content."""
-    start = 0
-    for number, size in enumerate(sizes):
-        values = range(start, start + size)
+    (folder / "data").mkdir(parents=True, exist_ok=True)
+    for number, count in enumerate(counts):
+        values = range(sum(counts[:number]), sum(counts[:number]) + count)
         images = [{"bytes": png(v), "path": f"{split}{v}.png"} for v in values]
         rows = {"id": values, "image": images, "label": [v % 2 for v in values], **columns}
-        path = folder / "data" / f"{split}-{number:05d}-of-{len(sizes):05d}.parquet"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        rows = {name: rows[name] for name in features}
-        datasets.Dataset.from_dict(rows, features=datasets.Features(features)).to_parquet(path)
-        start += size
+        dataset = datasets.Dataset.from_dict({name: rows[name] for name in features}, datasets.Features(features))
+        dataset.to_parquet(folder / "data" / f"{split}-{number:05d}-of-{len(counts):05d}.parquet")
 
 
-def write_card(folder: Path, **sizes: int) -> None:
+def write_card(folder: Path, **card) -> None:
+    (folder / "README.md").write_text(f"---\n{json.dumps(card)}\n---\n")
+
+
+def sizes(**splits: int) -> dict:
     """How many images each split has, which a stream cannot know otherwise."""
-    splits = [f"  - {{name: {split}, num_bytes: 1, num_examples: {size}}}" for split, size in sizes.items()]
-    (folder / "README.md").write_text("\n".join(["---", "dataset_info:", "  splits:", *splits, "---", ""]))
+    return {"splits": [{"name": name, "num_bytes": 1, "num_examples": size} for name, size in splits.items()]}
 
 
 @pytest.fixture(scope="module")
@@ -71,51 +67,50 @@ def parquet(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("parquet")
     write_parquet(folder, "train", [9, 3, 11])
     write_parquet(folder, "validation", [5])
-    write_card(folder, train=23, validation=5)
+    write_card(folder, dataset_info=sizes(train=23, validation=5))
     return folder
 
 
 def records_of(source) -> list:
-    if isinstance(source, ImageStream):
-        return list(source.records(0, 0, 1))
-    return [source.read(index) for index in range(len(source))]
+    stream = isinstance(source, ImageStream)
+    return list(source.records(0, 0, 1)) if stream else [source.read(index) for index in range(len(source))]
+
+
+def values_and_labels(source) -> list[tuple[int, int]]:
+    return sorted((value_of(record), record[1]) for record in records_of(source))
 
 
 @forms
-def test_dataset_of_parquet_files(form, parquet):
+def test_datasets_of_parquet_and_of_image_files(form, parquet, tmp_path):
     train, val = (open_source(f"{form}:{parquet}", split) for split in ("train", "val"))
     for source, size in ((train, 23), (val, 5)):
         assert isinstance(source, ImageStream if form == "hf-stream" else ImageSource)
-        assert source.classes == ["cat", "dog"]
         again = pickle.loads(pickle.dumps(source))
         assert len(source) == len(again) == size and again.split == source.split
     assert records_of(val) == [(png(v), v % 2, f"validation{v}.png") for v in range(5)]
-    assert sorted(map(value_of, records_of(train))) == list(range(23))
-    assert check_classes(train, val) == []
-
-
-@forms
-def test_dataset_of_image_files(form, tmp_path):
+    assert values_and_labels(train) == [(v, v % 2) for v in range(23)] and check_classes(train, val) == []
     for value, name in enumerate(("cat", "dog")):
         write(tmp_path / f"train/{name}/a.png", png(value))
-    source = open_source(f"{form}:{tmp_path}", "train")
-    assert source.classes == ["cat", "dog"]
-    assert sorted((value_of(record), record[1]) for record in records_of(source)) == [(0, 0), (1, 1)]
+    files = open_source(f"{form}:{tmp_path}", "train")
+    assert files.classes == train.classes == ["cat", "dog"] and values_and_labels(files) == [(0, 0), (1, 1)]
+    if form == "hf":
+        thirds = DataParts(train_split="train[:4]", val_split="train[4:6]")
+        parts = [open_source(f"hf:{parquet}", split, thirds) for split in ("train", "val")]
+        assert [[value for value, _ in values_and_labels(part)] for part in parts] == [[0, 1, 2, 3], [4, 5]]
 
 
 def test_datasets_that_cannot_serve_are_one_line(tmp_path, monkeypatch):
     """What is wrong with a dataset is a mistake; a network that fails is worth another try."""
-    assert "someone/nothing" in error("hf:someone/nothing")
     write_parquet(tmp_path / "a", "train", [2], features={"image": IMAGE, "id": NUMBER})
-    assert "image (Image), id (int64)" in error(f"hf:{tmp_path / 'a'}")
-    write_parquet(tmp_path / "b", "train", [2], label=[1, -1])
-    assert "without labels" in error(f"hf:{tmp_path / 'b'}")
-    write_parquet(tmp_path / "c", "train", [2], label=[1, -1])
+    for name in "bc":
+        write_parquet(tmp_path / name, "train", [2], label=[1, -1])
+    for data, word in (("someone/nothing", "someone/nothing"), (tmp_path / "a", "image (Image), id (int64)"),
+                       (tmp_path / "b", "without labels")):  # fmt: skip
+        assert word in error(f"hf:{data}")
     stream = open_source(f"hf-stream:{tmp_path / 'c'}", "train")
-    with pytest.raises(UserError, match="has no label"):
-        records_of(stream)
-    with pytest.raises(UserError, match="dataset_info"):
-        len(stream)
+    for action, word in ((records_of, "has no label"), (len, "dataset_info")):
+        with pytest.raises(UserError, match=word):
+            action(stream)
     write(tmp_path / "c/data/train-00000-of-00001.parquet", b"gone")
     with one_line_error("hf-stream:") as caught:
         records_of(stream)
@@ -130,9 +125,7 @@ def test_datasets_that_cannot_serve_are_one_line(tmp_path, monkeypatch):
 
 
 def drain(stream, *args, **options) -> list[int]:
-    records = list(stream.records(*args, **options))
-    assert all(label == value_of((data,)) % 2 for data, label, _ in records)
-    return [value_of(record) for record in records]
+    return [value_of(record) for record in stream.records(*args, **options)]
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
@@ -158,7 +151,7 @@ def test_stream_order_depends_on_epoch_and_seed(parquet):
 
 def test_training_on_a_stream_resumes_with_the_same_records(tmp_path, monkeypatch):
     write_parquet(tmp_path, "train", [11, 3, 9, 8, 9])
-    write_card(tmp_path, train=40)
+    write_card(tmp_path, dataset_info=sizes(train=40))
     stream, recipe = open_source(f"hf-stream:{tmp_path}", "train"), small_recipe(batch_size=10, repeated_aug=1)
     for ranks in (1, 2):
         orders = [Order(stream, recipe, runtime(rank, ranks), 4) for rank in range(ranks)]
@@ -178,48 +171,34 @@ def test_training_on_a_stream_resumes_with_the_same_records(tmp_path, monkeypatc
         Order(stream, small_recipe(batch_size=10), runtime(), 10)
 
 
-# Parts that are chosen by flags
-
-
-def test_parts_of_a_split(tmp_path):
-    write_parquet(tmp_path, "train", [6])
-    thirds = DataParts(train_split="train[:4]", val_split="train[4:]")
-    parts = [open_source(f"hf:{tmp_path}", split, thirds) for split in ("train", "val")]
-    assert [list(map(value_of, records_of(part))) for part in parts] == [[0, 1, 2, 3], [4, 5]]
+# Parts that are chosen by flags: what a run was trained on is what continuing and evaluating it read
 
 
 @forms
 def test_numbers_are_classes_up_to_the_largest_of_training(form, tmp_path):
-    features = {"image": IMAGE, "label": NUMBER}
     for split, labels in (("train", list(range(9))), ("validation", [0, 1, 9, 2])):
-        write_parquet(tmp_path, split, [len(labels)], features=features, label=labels)
+        write_parquet(tmp_path, split, [len(labels)], features={"image": IMAGE, "label": NUMBER}, label=labels)
     source = open_source(f"{form}:{tmp_path}", "train")
     assert source.classes == [str(number) for number in range(9)]
-    assert sorted(record[1] for record in records_of(source)) == list(range(9))
+    assert values_and_labels(source) == [(number, number) for number in range(9)]
     with pytest.raises(UserError, match="label 9"):
         records_of(open_source(f"{form}:{tmp_path}", "val"))
-
-
-# What a run was trained on is what continuing and evaluating it read
-
-PARTS = ["--data-config", "full", "--val-split", "test", "--target-key", "fine"]
 
 
 @pytest.fixture(scope="module")
 def configurations(tmp_path_factory):
     """Two, of 12 and 24 training images with two columns of labels; 9 images of test."""
     folder = tmp_path_factory.mktemp("configurations")
-    lines, sizes = ["---", "configs:"], ["dataset_info:"]
     features = {"image": IMAGE, "coarse": FEATURES["label"], "fine": datasets.ClassLabel(names=["a", "b", "c"])}
+    configs, infos = [], []
     for config, count in (("small", 12), ("full", 24)):
-        lines += [f"- config_name: {config}", "  data_files:"]
-        sizes += [f"- config_name: {config}", "  splits:"]
         for split, size in (("train", count), ("test", 9)):
             columns = {"coarse": [n % 2 for n in range(size)], "fine": [n % 3 for n in range(size)]}
             write_parquet(folder / config, split, [size], features=features, **columns)
-            lines += [f"  - split: {split}", f"    path: {config}/data/{split}-*.parquet"]
-            sizes += [f"  - {{name: {split}, num_bytes: 1, num_examples: {size}}}"]  # a stream's length
-    (folder / "README.md").write_text("\n".join([*lines, *sizes, "---", ""]))
+        files = [{"split": split, "path": f"{config}/data/{split}-*.parquet"} for split in ("train", "test")]
+        configs.append({"config_name": config, "data_files": files})
+        infos.append({"config_name": config, **sizes(train=count, test=9)})
+    write_card(folder, configs=configs, dataset_info=infos)
     return folder
 
 
@@ -233,17 +212,16 @@ def test_configurations_splits_and_columns_are_chosen_by_name(form, configuratio
         parts = DataParts(data_config="full", val_split="test", target_key=key, input_key="image")
         source = open_source(data, "val", parts)
         assert source.classes == classes
-        assert sorted((value_of(record), record[1]) for record in records_of(source)) == [
-            (value, value % len(classes)) for value in range(9)
-        ]
+        assert values_and_labels(source) == [(value, value % len(classes)) for value in range(9)]
     assert len(records_of(open_source(data, "train", DataParts(**full)))) == 24
 
 
 def test_a_run_keeps_the_parts_of_its_data(configurations, tmp_path, capsys):
     data = f"hf-stream:{configurations}"
-    more = [*PARTS, "--epochs", 1, "--warmup-epochs", 0, "--num-workers", 0, "--repeated-aug", 1]
+    more = ["--data-config", "full", "--val-split", "test", "--target-key", "fine", "--num-workers", 0]
+    more += ["--epochs", 1, "--warmup-epochs", 0, "--repeated-aug", 1]
     train(data, tmp_path, *more, "--stop-after", 1)
-    named = dict(zip((flag[2:].replace("-", "_") for flag in PARTS[::2]), PARTS[1::2]))
+    named = {"data_config": "full", "val_split": "test", "target_key": "fine"}
     state = json.loads((tmp_path / "run/checkpoints/step_00000001/state.json").read_text())
     assert (state["trained_on"], state["parts"], state["classes"]) == (data, named, ["a", "b", "c"])
     argv = [*flags(data, tmp_path, *more), "--target-key", "coarse"]

@@ -6,21 +6,16 @@ import pytest
 import timm
 import torch
 
-import tiny_vision
 from deit_gka import evaluate
 from deit_gka.model.attention import kind_of
 from deit_gka.model.checkpoints import find_checkpoint, load_run
 from image_files import write
-from tiny_vision import MICRO, SHAPE, SIZE
+from tiny_vision import MICRO, SHAPE, SIZE, call
 from trainkit_gka.checkpoint import save as save_checkpoint
 from trainkit_gka.cli import UserError
 from vision_runs import EVALUATE, EXPORT, STEPS, TRAIN, Code, checkpoint, evaluated, in_process, micro, records
 
 NUMBERS = ("top1", "top5", "loss", "images")
-
-
-def call(command, *argv, out, **options):
-    return tiny_vision.call(command, *argv, folder=out / "output", **options)
 
 
 def test_evaluate_finds_what_the_trainer_found(uninterrupted, pictures, tmp_path):
@@ -29,7 +24,7 @@ def test_evaluate_finds_what_the_trainer_found(uninterrupted, pictures, tmp_path
     wanted = {"model": {key: last[key] for key in NUMBERS}}
     wanted["ema"] = {key: last[key if key == "images" else f"ema_{key}"] for key in NUMBERS}
     flags = ["--data", pictures, "--device-type", "cpu", "--num-workers", 0, "--results", tmp_path / "eval.jsonl"]
-    call(EVALUATE, *flags, "--run", path, "--device-batch-size", 5, out=tmp_path, ranks=3)
+    call(EVALUATE, *flags, "--run", path, "--device-batch-size", 5, folder=tmp_path, ranks=3)
     on_three = json.loads((tmp_path / "eval.jsonl").read_text())["metrics"]
     metrics = evaluated(tmp_path, "--data", pictures, "--run", path, "--device-batch-size", 8)["metrics"]
     for weights in ("model", "ema"):
@@ -49,14 +44,14 @@ def test_a_hybrid_trains_resumes_exports_and_evaluates(name, more, tmp_path):
     words = ["--data", "digits", "--out", tmp_path, "--results", tmp_path / "results.jsonl", "--model", name]
     words += [*MICRO[:-4], *more, *MICRO[-4:], "--attention", "GA", "--epochs", 1, "--warmup-epochs", 0]
     words += ["--batch-size", 64, "--repeated-aug", 1, "--num-workers", 0]
-    call(TRAIN, *words, "--stop-after", 2, out=tmp_path)
-    assert "resuming at update 2" in call(TRAIN, *words, "--stop-after", 3, out=tmp_path).stdout
+    call(TRAIN, *words, "--stop-after", 2, folder=tmp_path)
+    assert "resuming at update 2" in call(TRAIN, *words, "--stop-after", 3, folder=tmp_path).stdout
     folder = tmp_path / f"{name}-GA"
     model = load_run(find_checkpoint(folder), "model", "cpu")
     assert [kind_of(block.attn) for block in model.blocks] == ["gka", "softmax"]
     assert [block.attn.offsets.pattern for block in model.blocks if more] == ["LU", "LU"] * bool(more)
-    call(EXPORT, "--run", folder, "--out", tmp_path / "exported", "--weights", "model", out=tmp_path)
-    modes = {file.stat().st_mode for file in (*(tmp_path / "exported").iterdir(), tmp_path / "output/stdout")}
+    call(EXPORT, "--run", folder, "--out", tmp_path / "exported", "--weights", "model", folder=tmp_path)
+    modes = {file.stat().st_mode for file in (*(tmp_path / "exported").iterdir(), tmp_path / "stdout")}
     assert len(modes) == 1  # what any new file has
     exported = timm.create_model(f"local-dir:{tmp_path / 'exported'}", pretrained=True).eval()
     images = torch.randn(2, 3, SIZE, SIZE)

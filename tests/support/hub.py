@@ -38,37 +38,27 @@ class HubHandler(BaseHTTPRequestHandler):
     def log_message(self, *args):
         pass
 
-    def send(self, status: int, length: int, **headers) -> None:
-        self.send_response(status)
-        self.send_header("Content-Length", str(length))
-        for name, value in headers.items():
-            self.send_header(name.replace("_", "-"), value)
+    def answer_head(self) -> tuple[str, bytes, int]:
+        """Send the headers. Returns the file's name and content, and where it begins."""
+        name, start = self.path.removeprefix(FOLDER), int(self.headers.get("Range", "bytes=0-")[len("bytes=") : -1])
+        content = self.server.files.get(name)
+        self.send_response(404 if content is None else 206 if start else 200)
+        content = content or b""
+        headers = {"ETag": f'"{hashlib.sha256(content).hexdigest()}"', "X-Repo-Commit": "a" * 40}
+        headers |= {"Accept-Ranges": "bytes", "Content-Length": len(content) - start}
+        headers |= {"Content-Range": f"bytes {start}-{len(content) - 1}/{len(content)}"} if start else {}
+        for header, value in headers.items():
+            self.send_header(header, str(value))
         self.end_headers()
-
-    def file(self) -> tuple[str, bytes | None]:
-        name = self.path.removeprefix(FOLDER)
-        return name, self.server.files.get(name)
+        return name, content, start
 
     def do_HEAD(self):
-        _, content = self.file()
-        if content is None:
-            self.send(404, 0)
-        else:
-            headers = {"ETag": f'"{hashlib.sha256(content).hexdigest()}"', "X_Repo_Commit": "a" * 40}
-            self.send(200, len(content), Accept_Ranges="bytes", **headers)
+        self.answer_head()
 
     def do_GET(self):
-        name, content = self.file()
-        if content is None:
-            return self.send(404, 0)
-        start = int(self.headers.get("Range", "bytes=0-").removeprefix("bytes=").removesuffix("-"))
+        name, content, start = self.answer_head()
         self.server.gets.append((name, start))
-        trouble = self.server.trouble.get(name) or [None]
-        kind = trouble.pop(0)
-        if start:
-            self.send(206, len(content) - start, Content_Range=f"bytes {start}-{len(content) - 1}/{len(content)}")
-        else:
-            self.send(200, len(content))
+        kind = (self.server.trouble.get(name) or [None]).pop(0)
         if kind == "corrupt":
             content = content[:-1] + bytes([content[-1] ^ 1])
         if kind in (None, "corrupt"):

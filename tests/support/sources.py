@@ -19,7 +19,7 @@ def page_blocks(path, language):
 
 
 def tracked(*suffixes):
-    """The tracked files that exist, relative to the root, with one of the suffixes; all of them without suffixes."""
+    """The tracked files that exist, relative to the root, with one of the suffixes, if any are given."""
     listing = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     paths = [Path(name) for name in sorted(filter(None, listing.split("\0")))]
     return [path for path in paths if (ROOT / path).is_file() and (not suffixes or path.suffix in suffixes)]

@@ -12,9 +12,11 @@ Images stay encoded until `decode` makes them RGB, in the worker processes.
 from pathlib import Path
 from typing import Literal
 
-from deit_gka.data.sources.base import FOLDERS, ImageSource, Record, listing
-from deit_gka.data.sources.classes import check_classes
-from deit_gka.data.sources.decode import BrokenImage, decode
+from deit_gka.data.sources.base import FOLDERS, ImageSource, listing
+from deit_gka.data.sources.base import Record as Record
+from deit_gka.data.sources.classes import check_classes as check_classes
+from deit_gka.data.sources.decode import BrokenImage as BrokenImage
+from deit_gka.data.sources.decode import decode as decode
 from deit_gka.data.sources.digits import Digits
 from deit_gka.data.sources.folder import Folder, class_folders
 from deit_gka.data.sources.hub import Hub, ImageStream
@@ -22,22 +24,10 @@ from deit_gka.data.sources.parts import ALL_PARTS, NONE, DataParts
 from deit_gka.data.sources.tars import Tars, shards_of
 from trainkit_gka.cli import UserError
 
-__all__ = [
-    "FORMS",
-    "BrokenImage",
-    "DataParts",
-    "ImageSource",
-    "ImageStream",
-    "Record",
-    "check_classes",
-    "decode",
-    "located",
-    "open_source",
-]  # fmt: skip
 FORMS = "a folder with train/<class>/ and val/<class>/, wds:FOLDER, hf:NAME, hf-stream:NAME or digits"
 
 
-def open_source(data: str, split: Literal["train", "val"], parts: DataParts = NONE) -> "ImageSource | ImageStream":
+def open_source(data: str, split: Literal["train", "val"], parts: DataParts = NONE) -> ImageSource | ImageStream:
     """The `split` of the data called `data`. Raises UserError if there is none, or it cannot serve."""
     form, _, rest = data.partition(":")
     if data == "digits":
@@ -54,13 +44,10 @@ def open_source(data: str, split: Literal["train", "val"], parts: DataParts = NO
     if shards and (form == "wds" or folder is None or not class_folders(folder)):
         parts.refuse(data, "data_config")
         return Tars(data, split, root, shards, parts)
-    flag = f"--{split}-split"
-    if form == "wds":
-        missing = f"no .tar files with {names[0]} in their names, nor in {names[0]}/ (or name another by {flag})"
-        raise UserError(f"{root} has {missing}; it has: {listing(root)}")
-    if folder is None:
-        missing = f"no {names[0]}/ folder (or name another by {flag})"
-        raise UserError(f"{root} has {missing}; it has: {listing(root)}. Data is {FORMS}")
+    if form == "wds" or folder is None:
+        tars = f".tar files with {names[0]} in their names, nor in {names[0]}/"
+        missing = f"{tars if form == 'wds' else f'{names[0]}/ folder'} (or name another by --{split}-split)"
+        raise UserError(f"{root} has no {missing}; it has: {listing(root)}. Data is {FORMS}")
     parts.refuse(data, "data_config", "input_key", "target_key")
     splits = {parts.train_split, parts.val_split, *FOLDERS["train"], *FOLDERS["val"]} - {""}
     return Folder(data, split, folder, [root / name for name in splits if (root / name).is_dir()])

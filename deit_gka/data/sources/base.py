@@ -48,38 +48,33 @@ def list_hash(images) -> str:
 class Names(Sequence):
     """Many strings in two tensors, which worker processes share; a list would be copied into every worker."""
 
-    def __init__(self, names: Iterable[str]):
-        encoded = [os.fsencode(name) for name in names]
-        self._text = torch.from_numpy(np.frombuffer(b"".join(encoded), np.uint8).copy())
-        self._ends = torch.from_numpy(np.cumsum([0, *map(len, encoded)], dtype=np.int64))
-
-    @classmethod
-    def of(cls, text: torch.Tensor, ends: torch.Tensor) -> "Names":
-        """The names of another one's `tensors`."""
-        names = cls(())
-        names._text, names._ends = text, ends
-        return names
+    def __init__(self, names: Iterable[str] = (), tensors: Sequence[torch.Tensor] = ()):
+        """tensors: those of another one, in place of names."""
+        if not tensors:
+            encoded = [os.fsencode(name) for name in names]
+            text = torch.from_numpy(np.frombuffer(b"".join(encoded), np.uint8).copy())
+            tensors = text, torch.from_numpy(np.cumsum([0, *map(len, encoded)], dtype=np.int64))
+        self.tensors = list(tensors)
 
     def __len__(self) -> int:
-        return len(self._ends) - 1
-
-    @property
-    def tensors(self) -> list[torch.Tensor]:
-        return [self._text, self._ends]
+        return len(self.tensors[1]) - 1
 
     def __getitem__(self, index: int) -> str:
-        return os.fsdecode(self._text[self._ends[index] : self._ends[index + 1]].numpy().tobytes())
+        text, ends = self.tensors
+        return os.fsdecode(text[ends[index] : ends[index + 1]].numpy().tobytes())
 
 
-def counted(kinds: Counter[str]) -> dict[str, torch.Tensor]:
-    """Counts as tensors, which `counts_of` makes counts again."""
-    text, ends = Names(kinds).tensors
-    return {"kinds.text": text, "kinds.ends": ends, "kinds": torch.tensor(list(kinds.values()), dtype=torch.int64)}
+def packed(names: Iterable[str], unused: Counter[str], **numbers: torch.Tensor) -> dict[str, torch.Tensor]:
+    """A list of images as tensors: their names, the counts of what is not used, and `numbers`."""
+    (text, ends), (kinds_text, kinds_ends) = Names(names).tensors, Names(unused).tensors
+    counts = torch.tensor(list(unused.values()), dtype=torch.int64)
+    return {"text": text, "ends": ends, "kinds.text": kinds_text, "kinds.ends": kinds_ends, "kinds": counts, **numbers}
 
 
-def counts_of(tensors: dict[str, torch.Tensor]) -> Counter[str]:
-    """The counts among the tensors of a list."""
-    return Counter(dict(zip(Names.of(tensors["kinds.text"], tensors["kinds.ends"]), tensors["kinds"].tolist())))
+def unpacked(tensors: dict[str, torch.Tensor]) -> tuple[Names, Counter[str]]:
+    """The names and the counts in a list that `packed` made."""
+    kinds = Names(tensors=(tensors["kinds.text"], tensors["kinds.ends"]))
+    return Names(tensors=(tensors["text"], tensors["ends"])), Counter(dict(zip(kinds, tensors["kinds"].tolist())))
 
 
 def ignored_text(source: ImageSource) -> str:

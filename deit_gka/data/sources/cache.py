@@ -42,7 +42,7 @@ def cached(key: Iterable[str], read: Callable[[Note], Tensors]) -> Tensors:
     path = cache_folder() / "lists" / f"{digest}.safetensors"
     with contextlib.suppress(OSError, SafetensorError, KeyError):  # absent, damaged, or a place is gone
         tensors = load(path.read_bytes())  # load_file opens it twice; another process may replace it in between
-        places = Names.of(*(tensors.pop(name) for name in PLACES))
+        places = Names(tensors=[tensors.pop(name) for name in PLACES])
         if torch.equal(torch.tensor([stamp(place) for place in places]), tensors.pop(STAMPS)):
             return tensors
     stamps: dict[str, tuple[int, ...]] = {}

@@ -46,33 +46,29 @@ def numbers_in_model(classes: Sequence[str], data: str, known: Sequence[str], mo
         raise UserError(f"{data} has a class '{unknown}', which {model} does not know; the two must agree")
     if are_numbers(known):  # perhaps sorted as text, from whatever number they begin
         numbers.sort(key=lambda place: int(known[place]))
-    example = f"'{classes[0]}' for '{known[numbers[0]]}'"
-    taken = "they are taken to be the same in the same order"
-    return numbers, f"warning: {data} has other names for its classes ({example}); {taken}"
+    example = f"{data} has other names for its classes ('{classes[0]}' for '{known[numbers[0]]}')"
+    return numbers, f"warning: {example}; they are taken to be the same in the same order"
 
 
 def one_class_text(classes: Sequence[str]) -> str:
     """A warning about images of a single class; empty for more."""
-    if len(classes) != 1:
-        return ""
-    return f"all images are of one class, '{classes[0]}': any model is right about all of them"
+    return f"all images are of one class, '{classes[0]}': any model is right about all" if len(classes) == 1 else ""
 
 
 def check_classes(train, val) -> list[str]:
     """Warnings about the images of both splits, sources or streams. Raises UserError if their classes differ."""
     for one, other in ((train, val), (val, train)):
-        missing = sorted(set(one.classes) - set(other.classes), key=one.classes.index)
-        if missing:
+        if missing := sorted(set(one.classes) - set(other.classes), key=one.classes.index):
             where = f"in {one.split} but not in {other.split} ({len(missing)} such)"
             raise UserError(f"class '{missing[0]}' is {where}; both need the same classes")
     if train.classes != val.classes:
         raise UserError("train and val number their classes differently; both need the same classes in the same order")
-    warnings = [text] if (text := one_class_text(train.classes)) else []
+    warnings = [one_class_text(train.classes)]
     for source in (train, val):
         count = len(source) if isinstance(source, ImageSource) else source.length
         expected = IMAGENET[source.split]
         if len(source.classes) == 1000 and count not in (None, expected):
             warnings.append(f"{source.split} has {count:,} images of 1,000 classes, ImageNet-1k has {expected:,}")
-        if isinstance(source, ImageSource) and source.ignored:
+        if isinstance(source, ImageSource):
             warnings.append(ignored_text(source))
-    return warnings
+    return list(filter(None, warnings))

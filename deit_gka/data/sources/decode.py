@@ -36,10 +36,9 @@ def decode(data: bytes | Image.Image, upright: bool = False) -> Image.Image:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # Pillow's about EXIF, transparency and large images
             image = Image.open(BytesIO(data), formats=FORMATS) if isinstance(data, bytes) else data
-            if upright:
-                image.load()
-                with contextlib.suppress(Exception):  # damaged EXIF is ignored
-                    image = ImageOps.exif_transpose(image)
+            image.load()
+            with contextlib.suppress(Exception):  # damaged EXIF is ignored
+                image = ImageOps.exif_transpose(image) if upright else image
             return _rgb(image)
     except (MemoryError, BrokenImage):
         raise
@@ -50,7 +49,6 @@ def decode(data: bytes | Image.Image, upright: bool = False) -> Image.Image:
 
 
 def _rgb(image: Image.Image) -> Image.Image:
-    image.load()
     if not all(image.size):
         raise BrokenImage("it has no pixels")
     if image.mode == "I" or image.mode.startswith("I;16"):  # Pillow would clip at 255

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from deit_gka.data.sources.base import ImageSource, Names, Record, counted, counts_of, listing, tracked
+from deit_gka.data.sources.base import ImageSource, Record, listing, packed, tracked, unpacked
 from deit_gka.data.sources.cache import Note, Tensors, cached
 from deit_gka.data.sources.classes import in_order
 from deit_gka.data.sources.decode import EXTENSIONS, is_image
@@ -23,11 +23,11 @@ LINK = "link to a folder of these"
 class Folder(ImageSource):
     """`folder`/<class>/**/*: a class per subfolder, in the order of `classes.in_order`.
 
-    Raises UserError if the folder, or a class in it, lacks images.
+    splits: the folders of all splits; below a class no link into them is followed. Raises UserError if the folder, or a
+    class in it, lacks images.
     """
 
     def __init__(self, name: str, split: str, folder: Path, splits: Iterable[Path] = ()):
-        """splits: the folders of all splits; below a class no link into them is followed."""
         is_link = class_folders(folder)
         links = Links([folder / name for name in is_link if not is_link[name]], above=[folder, *splits])
         names = [name for name in is_link if not is_link[name] or links.follow(folder / name)]
@@ -39,18 +39,19 @@ class Folder(ImageSource):
             raise UserError(f"{flat}; sort them into {folder.name}/<class>/ as in train/")
         key = ("class folders", str(folder), *names, *sorted(EXTENSIONS), *sorted(links.folders))
         tensors = cached(key, lambda note: _read(folder, names, f"{split}: listing images", note, links))
-        counts, self.ignored = tensors["counts"], counts_of(tensors) + Counter(map(kind_of, loose))
+        self._paths, self.ignored = unpacked(tensors)
+        self.ignored += Counter(map(kind_of, loose))
         self.ignored.update(f"class {name} ({LINK})" for name in sorted(is_link.keys() - set(names)))
-        if not counts.sum():
+        if not self._paths:
             wanted = f"<class>/*{{{','.join(sorted(EXTENSIONS))}}}"
             raise UserError(f"no images in {folder}; it needs {wanted}, it has: {listing(folder)}")
-        if 0 in counts:
-            empty = folder / names[counts.tolist().index(0)]
-            todo = "add some, or remove it from train and val"
-            raise UserError(f"class folder {empty} has no images; {todo}. It has: {listing(empty)}")
-        self._folder, self._paths = str(folder), Names.of(tensors["text"], tensors["ends"])
-        places = {name: place for place, name in enumerate(self.classes)}
-        self._labels = torch.tensor([places[name] for name in names], dtype=torch.int32).repeat_interleave(counts)
+        for count, empty in zip(tensors["counts"], names):
+            if not count:
+                todo = f"add some, or remove it from train and val. It has: {listing(folder / empty)}"
+                raise UserError(f"class folder {folder / empty} has no images; {todo}")
+        self._folder, places = str(folder), {name: place for place, name in enumerate(self.classes)}
+        labels = torch.tensor([places[name] for name in names], dtype=torch.int32)
+        self._labels = labels.repeat_interleave(tensors["counts"])
 
     def __len__(self) -> int:
         return len(self._labels)
@@ -81,8 +82,8 @@ def kind_of(name: str) -> str:
 class Links:
     """Decides which links to folders are followed: those whose images are not read by another path.
 
-    folders: real paths of folders that are read; no link to one, below one or above one is followed. above: folders
-    that links may lead below, but not to or above.
+    folders: folders that are read; no link to one, below one or above one is followed. above: folders that links may
+    lead below, but not to or above.
     """
 
     def __init__(self, folders: Iterable[Path], above: Iterable[Path]):
@@ -92,15 +93,16 @@ class Links:
 
     def add(self, *folders: str | Path) -> None:
         for folder in folders:
-            self.folders.add(os.path.realpath(folder))
-            self._above.update(_upwards(folder))
+            real, *parents = _upwards(folder)
+            self.folders.add(real)
+            self._above.update((real, *parents))
 
     def follow(self, link: str | Path) -> bool:
         """Whether to follow a link; its target then is a folder that is read."""
-        target = os.path.realpath(link)
-        if target in self._above or not self.folders.isdisjoint(_upwards(target)):
+        places = _upwards(link)
+        if places[0] in self._above or not self.folders.isdisjoint(places):
             return False
-        self.add(target)
+        self.add(link)
         return True
 
 
@@ -117,24 +119,22 @@ def _read(folder: Path, classes: list[str], description: str, note: Note, links:
         images = _images_under(str(folder / name), note, unused, links)
         paths += [path[len(str(folder)) + 1 :] for path in sorted(images)]
         counts.append(len(images))
-    text, ends = Names(paths).tensors
-    return {"text": text, "ends": ends, "counts": torch.tensor(counts, dtype=torch.int64), **counted(unused)}
+    return packed(paths, unused, counts=torch.tensor(counts, dtype=torch.int64))
 
 
 def _images_under(folder: str, note: Note, unused: Counter[str], links: Links) -> list[str]:
     """Paths of the images in `folder` and below. Counts other files in `unused`."""
     images, folders = [], []
     note(folder)
-    with os.scandir(folder) as entries:
-        for entry in entries:
-            if entry.name.startswith("."):
-                continue
-            if entry.is_dir():
-                folders.append((entry.path, entry.is_symlink()))
-            elif is_image(entry.name):
-                images.append(entry.path)
-            else:
-                unused[kind_of(entry.name)] += 1
+    for entry in os.scandir(folder):
+        if entry.name.startswith("."):
+            continue
+        if entry.is_dir():
+            folders.append((entry.path, entry.is_symlink()))
+        elif is_image(entry.name):
+            images.append(entry.path)
+        else:
+            unused[kind_of(entry.name)] += 1
     for path, is_link in sorted(folders):  # of two links to one folder, the first is followed
         if is_link and not links.follow(path):
             unused[LINK] += 1

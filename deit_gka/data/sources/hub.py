@@ -3,9 +3,9 @@
 import contextlib
 import functools
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -83,8 +83,8 @@ class ImageStream:
             raise
         except Exception as error:  # every file system and transport has its own
             reason = f"{type(error).__name__}: {reason_of(error)}"
-            todo = "check the network and run the same command again"
-            raise PassingFault(f"{self.name} broke off ({reason}); {todo}") from None
+            message = f"{self.name} broke off ({reason}); check the network and run the same command again"
+            raise PassingFault(message) from None
 
     def _record(self, row: dict, name: str) -> Record:
         image, label = row[self._image], row[self._label]
@@ -104,17 +104,11 @@ def _check_known(label: int, classes: list[str], where: str) -> None:
         raise UserError(f"{where} has the label {label}, above the last of the training images, {len(classes) - 1}")
 
 
-class Opened(NamedTuple):
-    """A dataset of undecoded images and labels."""
+def _load(data: str, split: str, name: str, parts: DataParts, streaming: bool) -> tuple[Any, str, str, list[str]]:
+    """A dataset of undecoded images and labels, the columns of either, and the classes.
 
-    dataset: Any
-    image: str  # its columns
-    label: str
-    classes: list[str]
-
-
-def _load(data: str, split: str, name: str, parts: DataParts, streaming: bool) -> Opened:
-    """Raises UserError; PassingFault if the hub cannot be reached."""
+    Raises UserError; PassingFault if the hub cannot be reached.
+    """
     if reason := extras.missing("vision", "datasets"):
         raise UserError(f"{data}: {reason}")
     import datasets
@@ -127,20 +121,22 @@ def _load(data: str, split: str, name: str, parts: DataParts, streaming: bool) -
     with _explained(data, name):
         config = _configuration(data, path, parts)
         splits = datasets.get_dataset_split_names(path, config)
-        chosen = _split(data, split, splits, parts)
+        chosen = _known(parts, split, splits)
+        if chosen is None:
+            part = " (a part of one is train[90%:])" if data.startswith("hf:") else ""
+            names = " or ".join(parts.split_names(split, HUB_SPLITS[split]))
+            raise UserError(f"{data} has no {names} split; choose by --{split}-split{part}: {', '.join(splits)}")
         load = functools.partial(datasets.load_dataset, path, config, streaming=streaming, cache_dir=cache)
         dataset = load(split=chosen)
         features = dataset.features or {}
-        image = _column(data, features, parts.input_key, "input_key", lambda name: _is_image(features[name]))
-        label = _column(data, features, parts.target_key, "target_key", lambda name: _is_label(features[name], name))
+        image = _column(data, features, parts.input_key, "input_key")
+        label = _column(data, features, parts.target_key, "target_key")
         if isinstance(features[label], datasets.ClassLabel):
             classes = features[label].names
         else:
-            names = parts.split_names("train", HUB_SPLITS["train"])
-            training = next((name for name in names if name.partition("[")[0] in splits), chosen)
-            classes = _numbered(data, label, _values(load, training, label))
+            classes = _numbered(data, label, load, _known(parts, "train", splits) or chosen)
         dataset = dataset.select_columns([image, label]).cast_column(image, datasets.Image(decode=False))
-    return Opened(dataset, image, label, classes)
+    return dataset, image, label, classes
 
 
 @contextlib.contextmanager
@@ -177,64 +173,50 @@ def _configuration(data: str, path: str, parts: DataParts) -> str | None:
     return chosen
 
 
-def _split(data: str, split: str, splits: list[str], parts: DataParts) -> str:
-    """The dataset's name of `split`. A test split is taken for validation only by name."""
+def _known(parts: DataParts, split: str, splits: list[str]) -> str | None:
+    """The dataset's name of `split`, None without one. A test split is taken for validation only by name."""
     names = parts.split_names(split, HUB_SPLITS[split])
-    chosen = next((name for name in names if name.partition("[")[0] in splits), None)
-    if chosen is None:
-        part = " (a part of one is train[90%:])" if data.startswith("hf:") else ""
-        flag, has = f"--{split}-split{part}", ", ".join(splits)
-        raise UserError(f"{data} has no {' or '.join(names)} split; choose by {flag}: {has}")
-    return chosen
+    return next((name for name in names if name.partition("[")[0] in splits), None)
 
 
-def _is_image(feature) -> bool:
+def _column(data: str, features: dict, name: str, field: str) -> str:
+    """The column called `name`, or without a name the only one of its kind. Raises UserError that lists the columns.
+
+    Numbers are classes if the column is named, or has a usual name.
+    """
     import datasets
 
-    return isinstance(feature, datasets.Image)
+    def of(*kinds: type) -> list[str]:
+        return [column for column, feature in features.items() if isinstance(feature, kinds)]
 
-
-def _is_label(feature, name: str = "") -> bool:
-    """Whether a column has classes: with names, or as numbers; `name` if that alone must say so."""
-    import datasets
-
-    number = isinstance(feature, datasets.Value) and feature.dtype.startswith(("int", "uint"))
-    return isinstance(feature, datasets.ClassLabel) or (number and (not name or name in LABEL_NAMES))
-
-
-def _column(data: str, features: dict, name: str, field: str, fits: Callable[[str], bool]) -> str:
-    """The column called `name`, or without a name the only one that fits. Raises UserError that lists the columns."""
-    is_input, fitting = field == "input_key", list(filter(fits, features))
-    if name in features and (_is_image if is_input else _is_label)(features[name]):
+    if field == "input_key":
+        kind, needs, fitting = "images", "Image", of(datasets.Image)
+        usual = fitting
+    else:
+        kind, needs, named = "classes", "ClassLabel or whole numbers", of(datasets.ClassLabel)
+        numbers = [column for column in of(datasets.Value) if features[column].dtype.startswith(("int", "uint"))]
+        fitting, usual = named + numbers, named + [column for column in numbers if column in LABEL_NAMES]
+    if name in fitting:
         return name
-    if not name and len(fitting) == 1:
-        return fitting[0]
-    kind, needs = ("images", "Image") if is_input else ("classes", "ClassLabel or whole numbers")
-    has = f"no column {name!r}" if name else "several columns" if fitting else "no column"
-    columns = ", ".join(f"{column} ({_type_name(feature)})" for column, feature in features.items())
+    if not name and len(usual) == 1:
+        return usual[0]
+    has = f"no column {name!r}" if name else "several columns" if usual else "no column"
+    types = {column: getattr(features[column], "dtype", "") for column in of(datasets.Value)}
+    columns = ", ".join(f"{column} ({types.get(column, type(features[column]).__name__)})" for column in features)
     columns = columns or "it has no columns (if it is tars, download them and use wds:FOLDER)"
     raise UserError(f"{data} has {has} of {kind} ({needs}); choose by {flag_of(field)}: {columns}")
 
 
-def _type_name(feature) -> str:
-    name = type(feature).__name__
-    return feature.dtype if name == "Value" else name
-
-
-def _values(load: Callable, split: str, label: str) -> Iterator[int | None]:
-    """The labels of a split."""
-    if not load.keywords["streaming"]:
-        yield from load(split=split).data.column(label).unique().to_pylist()
-        return
-    try:  # parquet is read by the column
-        dataset = load(split=split, columns=[label])
-    except (TypeError, ValueError):
-        dataset = load(split=split).select_columns([label])
-    yield from (row[label] for row in dataset)
-
-
-def _numbered(data: str, label: str, values: Iterable[int | None]) -> list[str]:
+def _numbered(data: str, label: str, load: Callable, split: str) -> list[str]:
     """The classes of labels without names: 0 to the largest of the training images."""
+    if not load.keywords["streaming"]:
+        values = load(split=split).data.column(label).unique().to_pylist()
+    else:
+        try:  # parquet is read by the column
+            dataset = load(split=split, columns=[label])
+        except (TypeError, ValueError):
+            dataset = load(split=split).select_columns([label])
+        values = (row[label] for row in dataset)
     last = max((value for value in values if value is not None), default=-1)
     if not 0 <= last < MAX_CLASSES:
         raise UserError(f"{data}: the largest {label} is {last}; classes are numbers from 0 to {MAX_CLASSES - 1:,}")

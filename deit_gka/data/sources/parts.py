@@ -28,12 +28,11 @@ class DataParts:
         return (name,) if name else usual
 
     def given_parts(self) -> dict[str, str]:
-        """The names that were given, by field."""
-        values = {field.name: getattr(self, field.name) for field in fields(DataParts)}
-        return {name: value for name, value in values.items() if value}
+        """The names that are not empty, by field."""
+        return {name: value for name in ALL_PARTS if (value := getattr(self, name))}
 
     def refuse(self, data: str, *names: str) -> None:
-        """Raises UserError if one of these fields was given: `data` has no such part."""
+        """Raises UserError if one of these fields is not empty: `data` has no such part."""
         for name in self.given_parts():
             if name in names:
                 raise UserError(f"{data} has nothing that {flag_of(name)} could choose; leave it out")
@@ -46,8 +45,6 @@ ALL_PARTS = tuple(field.name for field in fields(DataParts))
 def check_parts(parts: DataParts, saved: dict[str, str], folder: Path) -> None:
     """Raises UserError that names the first flag whose value differs from that of the run in `folder`."""
     for name in ALL_PARTS:
-        value, before = getattr(parts, name), saved.get(name, "")
+        value, before = getattr(parts, name) or "none", saved.get(name) or "none"
         if value != before:
-            raise UserError(
-                f"{flag_of(name)} is {value or 'none'} but the run in {folder} has {before or 'none'}; use its value"
-            )
+            raise UserError(f"{flag_of(name)} is {value} but the run in {folder} has {before}; use its value")

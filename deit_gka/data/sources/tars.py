@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from deit_gka.data.sources.base import MAX_CLASSES, ImageSource, Names, Record, counted, counts_of, tracked
+from deit_gka.data.sources.base import MAX_CLASSES, ImageSource, Record, packed, tracked, unpacked
 from deit_gka.data.sources.cache import Note, Tensors, cached
 from deit_gka.data.sources.decode import EXTENSIONS, is_image
 from deit_gka.data.sources.parts import NONE, DataParts
@@ -39,16 +39,22 @@ class Tars(ImageSource):
         self._shards, self._files = [str(shard) for shard in shards], {}
         key = ("tars", *self._shards, parts.input_key, parts.target_key, *sorted(EXTENSIONS))
         tensors = cached(key, lambda note: _read(self._shards, parts, f"{split}: listing tars", note))
-        self._names, self._rows = Names.of(tensors["text"], tensors["ends"]), tensors["rows"]
-        if not len(self._names):
-            files = f"the {len(shards)} {split} tar files of {root}"
-            has = ", ".join(f"{count:,} {kind}" for kind, count in counts_of(tensors).most_common(6)) or "none"
+        (self._names, ignored), self._rows = unpacked(tensors), tensors["rows"]
+        if not self._names:
+            has = ", ".join(f"{count:,} {kind}" for kind, count in ignored.most_common(6)) or "none"
             wanted = _suffixes(parts.input_key) or ["jpg"], _suffixes(parts.target_key) or LABELS[:1]
             needs = " and ".join(" or ".join(f"KEY.{suffix}" for suffix in suffixes) for suffixes in wanted)
+            files = f"the {len(shards)} {split} tar files of {root}"
             raise UserError(f"no images in {files}; they need members {needs}, they have: {has}")
-        count = int(self._rows[:, 3].max()) + 1
-        super().__init__(name, split, _class_names(root / "classes.txt", count, split))
-        self.ignored = counts_of(tensors)
+        count, file = int(self._rows[:, 3].max()) + 1, root / "classes.txt"
+        try:
+            classes = file.read_text(encoding="utf-8").splitlines() if file.exists() else list(map(str, range(count)))
+        except UnicodeDecodeError:
+            raise UserError(f"{file} is not UTF-8 text") from None
+        if count > len(classes):
+            raise UserError(f"{file} has {len(classes)} lines, but {split} has an image of class {count - 1}, from 0")
+        super().__init__(name, split, classes)
+        self.ignored = ignored
 
     def __getstate__(self):
         return {**self.__dict__, "_files": {}}
@@ -61,13 +67,11 @@ class Tars(ImageSource):
 
     def read(self, index: int) -> Record:
         shard, offset, size, label = self._rows[index].tolist()
-        file = self._files.get(shard)
-        if file is None:
+        if shard not in self._files:
             if len(self._files) >= MAX_OPEN:
                 self._files.pop(next(iter(self._files))).close()
-            file = open(self._shards[shard], "rb", buffering=0)  # noqa: SIM115 (kept for the next image)
-            self._files[shard] = file
-        data = os.pread(file.fileno(), size, offset)
+            self._files[shard] = open(self._shards[shard], "rb", buffering=0)  # noqa: SIM115 (kept for the next image)
+        data = os.pread(self._files[shard].fileno(), size, offset)
         if len(data) != size:
             raise OSError(f"{self._shards[shard]} has become shorter")
         return data, label, self._names[index]
@@ -79,27 +83,13 @@ def shards_of(root: Path, names: tuple[str, ...], splits: Iterable[str] = ()) ->
     splits: names that splits have besides the usual ones.
     """
     tars = [path for folder in names for path in sorted((root / folder).glob("*.tar"))]
-    words = sorted({*USUAL_WORDS, *names, *splits} - {""}, key=len, reverse=True)
-    start = re.compile(f"(?<![a-z])({'|'.join(map(re.escape, words))})", re.IGNORECASE)
-    for path in [] if tars else sorted(root.glob("*.tar")):
-        word = start.search(path.name)
-        if word and word[1].lower() in map(str.lower, names):
-            tars.append(path)
+    if not tars:
+        words = sorted({*USUAL_WORDS, *names, *splits} - {""}, key=len, reverse=True)
+        start = re.compile(f"(?<![a-z])({'|'.join(map(re.escape, words))})", re.IGNORECASE)
+        wanted = {name.lower() for name in names}
+        first_words = {path: start.search(path.name) for path in sorted(root.glob("*.tar"))}
+        tars = [path for path, word in first_words.items() if word and word[1].lower() in wanted]
     return [path for path in tars if not path.name.startswith(".")]
-
-
-def _class_names(file: Path, count: int, split: str) -> list[str]:
-    """The lines of `file`, or numbers if it is missing."""
-    if not file.exists():
-        return [str(label) for label in range(count)]
-    try:
-        classes = file.read_text(encoding="utf-8").splitlines()
-    except UnicodeDecodeError:
-        raise UserError(f"{file} is not UTF-8 text") from None
-    if count > len(classes):
-        last = f"{split} has an image of class {count - 1} (counted from 0)"
-        raise UserError(f"{file} has {len(classes)} lines, but {last}")
-    return classes
 
 
 def _read(shards: list[str], parts: DataParts, description: str, note: Note) -> Tensors:
@@ -110,8 +100,7 @@ def _read(shards: list[str], parts: DataParts, description: str, note: Note) -> 
         images = _index(shards[number], parts, unused)
         keys += [f"{os.path.basename(shards[number])}:{key}" for key, *_ in images]
         rows.append(np.array([(number, *row) for _, *row in images], np.int64).reshape(-1, 4))
-    text, ends = Names(keys).tensors
-    return {"text": text, "ends": ends, "rows": torch.from_numpy(np.concatenate(rows)), **counted(unused)}
+    return packed(keys, unused, rows=torch.from_numpy(np.concatenate(rows)))
 
 
 def _index(path: str, parts: DataParts, unused: Counter[str]) -> list[tuple[str, int, int, int]]:
@@ -120,7 +109,7 @@ def _index(path: str, parts: DataParts, unused: Counter[str]) -> list[tuple[str,
         with open(path, "rb") as file, tarfile.open(fileobj=file, mode="r:") as tar:
             samples = _samples(tar, unused)
             file.seek(tar.offset)
-            # tarfile stops at damage without an error; a whole archive ends with a block of zeros.
+            # tarfile stops at damage without an error; a complete archive ends with a block of zeros.
             if file.read(tarfile.BLOCKSIZE) != tarfile.NUL * tarfile.BLOCKSIZE:
                 raise tarfile.ReadError(f"damaged or cut short at byte {tar.offset:,}")
             images = []
@@ -139,18 +128,17 @@ def _samples(tar: tarfile.TarFile, unused: Counter[str]) -> dict[str, Members]:
     """The members of every key."""
     samples: dict[str, Members] = {}
     for member in tar:
-        match, name = KEY.fullmatch(member.name), os.path.basename(member.name)
-        key, suffix = (match[1], match[2].lower()) if match else ("", "")
+        match = KEY.fullmatch(member.name)
         if member.isdir():
             continue
         if not member.isreg() or member.issparse():
             unused["links"] += 1
-        elif not key:
-            unused["hidden" if name.startswith(".") else "without an extension"] += 1
-        elif suffix in samples.setdefault(key, {}):
+        elif not match:
+            unused["hidden" if os.path.basename(member.name).startswith(".") else "without an extension"] += 1
+        elif (suffix := match[2].lower()) in (members := samples.setdefault(match[1], {})):
             unused[f".{suffix} once more"] += 1
         else:
-            samples[key][suffix] = (member.offset_data, member.size)
+            members[suffix] = (member.offset_data, member.size)
     return samples
 
 
