@@ -9,7 +9,7 @@ import torch
 from matplotlib.patches import FancyBboxPatch
 from matplotlib.patheffects import withStroke
 
-from deit_gka.figures.maps import place_name
+from deit_gka.figures.maps import LayerMaps, place_name
 from deit_gka.figures.matrices import matrix_picture, off_diagonal
 from deit_gka.figures.sheet import BOX, by_image, caption, frame
 from deit_gka.figures.subjects import ImageSubject
@@ -48,43 +48,47 @@ def few_weights(features: torch.Tensor, sigma: float) -> tuple[torch.Tensor, tor
     return weights / weights.diagonal()[:, None], weights  # K_ii = 1
 
 
+def first_layer(subject: ImageSubject) -> tuple[int, LayerMaps]:
+    """The first layer with a bandwidth, and its number from 1."""
+    return next(pair for pair in enumerate(subject.layers, start=1) if pair[1].sigma is not None)
+
+
 def draw_operator(subjects: Sequence[ImageSubject], folder: Path) -> list[Figure]:
     """Draw, for every image, a few tokens of the first GKA layer at three σ: affinities, W, and the weighted sum."""
     return [_draw_operator(models[0], folder / f"operator-{models[0].image}.png") for models in by_image(subjects)]
 
 
 def _draw_operator(subject: ImageSubject, path: Path) -> Figure:
-    number, tokens, (height, width) = _first_layer(subject), subject.tokens, subject.tokens.patch
-    layer = subject.layers[number]
+    (number, layer), tokens, (height, width) = first_layer(subject), subject.tokens, subject.tokens.patch
     features, sigma = layer.features[:, 0], float(layer.sigma[0])
     query = tokens.query_tokens()[1]
     chosen = choose_tokens(features, query, tokens.prefix)
-    places, names = [divmod(token - tokens.prefix, tokens.grid[1]) for token in chosen], NAMES[: len(chosen)]
-    pieces = [subject.pixels[r * height : (r + 1) * height, c * width : (c + 1) * width] for r, c in places]
+    places = dict(zip(NAMES, (divmod(token - tokens.prefix, tokens.grid[1]) for token in chosen)))
+    pieces = [subject.pixels[r * height : (r + 1) * height, c * width : (c + 1) * width] for r, c in places.values()]
     distances = ", ".join(f"{float((features[token] - features[query]).norm()):.1f}" for token in chosen)
     text = caption(
         [subject],
-        f"{len(chosen)} patches of layer {number + 1}, head 1, at half, one and two times its σ = {sigma:.2f}: i, the "
+        f"{len(chosen)} patches of layer {number}, head 1, at half, one and two times its σ = {sigma:.2f}: i, the "
         f"central one, and others from near to far in features (|x_i − x_j| = {distances}). Affinities K_ij = "
         "exp(−|x_i − x_j|² / 2σ²); rows divided by their sum are W; the output of i is the weighted sum of row i. The "
         "operator sums features; the sum of the patches' pixels is shown because it can be seen.",
     )
     title, table = "Gaussian kernel attention on a few tokens", []
     figure, axes = sheet(3, 5, (1.9, 1.9), title, text, (0.3, 0.25, 0.95, 0.45), (0.62, 0.5))
-    _draw_patches(axes[:, 0], subject, dict(zip(names, places)), pieces)
+    _draw_patches(axes[:, 0], subject, places, pieces)
     for row, factor in zip(axes, FACTORS):
         affinities, weights = few_weights(features[chosen], factor * sigma)
-        for name, place, weight in zip(names, places, weights[0].tolist()):
+        for (name, place), weight in zip(places.items(), weights[0].tolist()):
             numbers = {"patch": place_name(*place), "weight in row i": weight}
             table.append({"sigma": factor * sigma, "token": name, **numbers})
-        _draw_matrix(row[1], affinities, names)
-        _draw_matrix(row[2], weights, names)
+        for axis, matrix in zip(row[1:], (affinities, weights)):
+            _draw_matrix(axis, matrix)
         row[1].set_ylabel(f"σ = {factor * sigma:.2f}", fontsize=9, fontweight="bold")
         bars = row[3].bar(range(len(chosen)), weights[0], color="#4878a8")
         row[3].bar_label(bars, fmt="%.2f", fontsize=7, padding=1)
         row[3].set(ylim=(0, 1.12), yticks=[0, 0.5, 1])
         row[3].tick_params(labelsize=7)
-        row[3].set_xticks(range(len(chosen)), labels=names, fontsize=8)
+        row[3].set_xticks(range(len(chosen)), labels=places, fontsize=8)
         row[4].imshow(np.einsum("t,thwc->hwc", weights[0].numpy(), pieces), interpolation="none")
         bare(row[4])
     titles = ("tokens", "1. affinities K", "2. rows ÷ their sum: W", "3. row i of W", "4. output of i: Σ_j W_ij x_j")
@@ -93,15 +97,11 @@ def _draw_operator(subject: ImageSubject, path: Path) -> Figure:
     return Figure(save(figure, path), title, text, table)
 
 
-def _first_layer(subject: ImageSubject) -> int:
-    return next(number for number, layer in enumerate(subject.layers) if layer.sigma is not None)
-
-
 def _draw_patches(axes, subject: ImageSubject, places: dict[str, tuple], pieces: Sequence[np.ndarray]) -> None:
     """The image with the chosen patches outlined, and below it the patches, in two rows."""
     bare(axes)
     axes[0].imshow(subject.pixels)
-    (height, width), names, half = subject.tokens.patch, list(places), (len(places) + 1) // 2
+    (height, width), half = subject.tokens.patch, (len(places) + 1) // 2
     for name, (row, column) in places.items():
         frame(axes[0], (row, column), (height, width))
         centre = (column + 0.5) * width - 0.5, (row + 0.5) * height - 0.5
@@ -112,18 +112,18 @@ def _draw_patches(axes, subject: ImageSubject, places: dict[str, tuple], pieces:
         strip = [np.pad(piece, ((0, 0), (0, gap), (0, 0)), constant_values=1) for piece in pieces[part]]
         if strip:
             axis.imshow(np.concatenate(strip, axis=1)[:, :-gap])
-        for number, name in enumerate(names[part]):
+        for number, name in enumerate(NAMES[: len(places)][part]):
             axis.text(number * (width + gap) + width / 2 - 0.5, -0.8, name, ha="center", va="bottom", fontsize=9)
 
 
-def _draw_matrix(axis, matrix: torch.Tensor, names: Sequence[str]) -> None:
+def _draw_matrix(axis, matrix: torch.Tensor) -> None:
     """A small matrix with its values; row i, the first, is framed."""
     axis.imshow(coloured(matrix, linear(torch.tensor([0.0, 1.0]))), interpolation="none")
     for (row, column), value in np.ndenumerate(matrix.numpy()):
         colour = "black" if value > 0.6 else "white"
         axis.text(column, row, f"{value:.2f}".removeprefix("0"), ha="center", va="center", fontsize=6.5, color=colour)
-    axis.set_xticks(range(len(matrix)), labels=names, fontsize=8)
-    axis.set_yticks(range(len(matrix)), labels=names, fontsize=8)
+    for set_ticks in (axis.set_xticks, axis.set_yticks):
+        set_ticks(range(len(matrix)), labels=NAMES[: len(matrix)], fontsize=8)
     frame(axis, (0, 0), (1, len(matrix)))
     axis.tick_params(length=0)
     axis.spines[:].set_visible(False)
@@ -131,15 +131,14 @@ def _draw_matrix(axis, matrix: torch.Tensor, names: Sequence[str]) -> None:
 
 def draw_block(subjects: Sequence[ImageSubject], folder: Path) -> list[Figure]:
     """Draw the block with projections and the block with the kernel side by side, with the numbers of parameters."""
-    subject, number = subjects[0], _first_layer(subjects[0])
-    layer = subject.layers[number]
+    subject, (number, layer) = subjects[0], first_layer(subjects[0])
     heads, head_dim = layer.features.shape[1:]
     costs = {kind: attention_cost(kind, heads * head_dim, heads, subject.tokens.count).parameters for kind in MIXING}
     text = (
         f"{subject.about}. Blue: learned. The kernel replaces the three input projections; it learns one σ for each of "
         f"{heads} heads. Parameters of attention with width {heads * head_dim}: {costs['softmax']:,} with projections, "
         f"{costs['gka']:,} with the kernel ({1 - costs['gka'] / costs['softmax']:.0%} fewer). Right of the kernel: W "
-        f"of layer {number + 1}, head 1, on the image {subject.image}, its diagonal grey."
+        f"of layer {number}, head 1, on the image {subject.image}, its diagonal grey."
     )
     title = "The block: projections, or the kernel"
     figure, axes = sheet(1, 2, (4.0, 5.2), title, text, (0.2, 0.2, 0.75, 0.1))

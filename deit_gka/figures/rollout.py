@@ -130,7 +130,7 @@ def without(subject: ImageSubject, order: torch.Tensor, counts: Sequence[int]) -
 
 
 def deletion_curve(subject: ImageSubject, order: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
-    """The shares of the patches that are deleted, and the probabilities of the intact image's class then, (S,) each."""
+    """The shares of the patches that are deleted, and the probabilities of the whole image's class then, (S,) each."""
     count = len(order)
     counts = torch.linspace(0, count, min(count, STEPS) + 1).round().long()
     images = without(subject, order, counts)
@@ -152,7 +152,7 @@ def draw_deletion(subjects: Sequence[ImageSubject], folder: Path) -> list[Figure
         f"{'; '.join(names)}. Images: {', '.join(models[0].image for models in images)}. Patches are deleted (painted "
         "in the image's mean colour) in the order of rollout without discarding, of the last layer's "
         f"{images[0][0].tokens.reader} (the mean over heads), or of {RANDOM_ORDERS} random orders (their mean; their "
-        "range is shaded). Drawn is the probability of the class that the model gives the intact image, which is "
+        "range is shaded). Drawn is the probability of the class that the model gives the whole image, which is "
         "named. Beside a line: the area under it, which is small where an order names first what the model needs."
     )
     title, across = "Deletion: does the model need the patches that it attends to?", min(len(images), 3)
