@@ -114,14 +114,14 @@ def test_killed_worker_is_one_line(pictures, tmp_path, ranks, ended):
 
 
 def compare(names: Names, expected: list[str], answers) -> None:
-    answers.put(([*names] == expected, names._text.is_shared(), names._ends.is_shared()))
+    answers.put(([*names] == expected, *(tensor.is_shared() for tensor in names.tensors)))
 
 
 def test_workers_share_the_names_of_files():
     expected = [f"class_{number % 7}/{number}.jpg" for number in range(20_000)] + [os.fsdecode(b"caf\xe9.png"), ""]
     names, answers = Names(expected), workers.context().SimpleQueue()
     workers.context().Process(target=compare, args=(names, expected, answers)).start()
-    assert answers.get() == (True, True, True) and names._text.is_shared()
+    assert answers.get() == (True, True, True) and names.tensors[0].is_shared()
     assert [*Names([])] == []
 
 
