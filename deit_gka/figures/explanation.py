@@ -6,7 +6,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from matplotlib.patches import FancyBboxPatch
 from matplotlib.patheffects import withStroke
 
 from deit_gka.figures.maps import LayerMaps, place_name
@@ -163,10 +162,9 @@ def _draw_column(axis, mixing: list[tuple[str, str]]) -> None:
     parts = [norm, *mixing, ("output projection W_O", "learned"), norm, ("MLP", "learned")]
     bottoms = [1.0, 2.8, 4.6, 6.4, 8.75, 10.55]
     tops = [bottom + height for bottom in bottoms]
-    for (text, shade), bottom in zip(parts, bottoms):
-        style = dict(boxstyle="round,pad=0,rounding_size=0.25", edgecolor="black", linewidth=0.7)
-        axis.add_patch(FancyBboxPatch((0.8, bottom), 2 * (middle - 0.8), height, facecolor=SHADE[shade], **style))
-        axis.text(middle, bottom + height / 2, text, ha="center", va="center", fontsize=8)
+    style = dict(left=0.8, align="edge", color=[SHADE[shade] for _, shade in parts], edgecolor="black", linewidth=0.7)
+    boxes = axis.barh(bottoms, 2 * (middle - 0.8), height, **style)
+    axis.bar_label(boxes, [text for text, _ in parts], label_type="center", fontsize=8)
     for start, end in zip((0.3, *tops), (*bottoms, 12.6)):
         arrow = dict(arrowstyle="->", linewidth=0.9, shrinkA=0, shrinkB=0)
         axis.annotate("", (middle, end), (middle, start), arrowprops=arrow)

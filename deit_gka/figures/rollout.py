@@ -2,7 +2,6 @@
 Zuidema 2020, arXiv 2005.00928). The deletion metric of RISE (Petsiuk et al. 2018, arXiv 1806.07421) tests it: delete
 patches in an order of importance, and measure how soon the model loses its class."""
 
-import textwrap
 from bisect import bisect_left
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,7 +12,7 @@ import torch
 from deit_gka.figures.maps import Tokens
 from deit_gka.figures.sheet import by_image, cell_size, smooth_map
 from deit_gka.figures.subjects import ImageSubject
-from trainkit_gka.figures.sheet import bare, from_zero, legend_beside, plain, save, scale, sheet
+from trainkit_gka.figures.sheet import bare, from_zero, legend_beside, name_above, plain, save, scale, sheet
 from trainkit_gka.plots import BLUE, GREEN, GREY, ORANGE, SKY, Figure
 
 DISCARD_RATIOS = (0.0, 0.5, 0.9)
@@ -76,22 +75,20 @@ def draw_rollout(subjects: Sequence[ImageSubject], folder: Path) -> list[Figure]
         f"them. Where a ratio leaves less than {LEAST_SHARE:.0%} on patches, the largest one that leaves more is drawn "
         "and named."
     )
-    size = cell_size(subjects[0], 2.3)
-    names = ["\n".join(textwrap.wrap(subject.model, int(size[1] * 15))) for subject in subjects]
-    margins = (0.3 + 0.12 * max(1 + name.count("\n") for name in names), 0.75, 0.72, 0.32)
-    figure, axes = sheet(len(subjects), 1 + len(DISCARD_RATIOS), size, heading, text, margins, (0.06, 0.3))
+    size, margins = cell_size(subjects[0], 2.3), (0.3, 0.75, 0.9, 0.32)
+    figure, axes = sheet(len(subjects), 1 + len(DISCARD_RATIOS), size, heading, text, margins, (0.06, 0.75))
     bare(axes)
     for axis, ratio in zip(axes[0, 1:], DISCARD_RATIOS):
         axis.set_title(f"discard ratio {ratio:g}", fontsize=9)
     table = []
-    for row, name, subject in zip(axes, names, subjects):
+    for row, subject in zip(axes, subjects):
         layers, tokens = [layer.weights for layer in subject.layers], subject.tokens
         ratios = [largest_ratio(layers, tokens, ratio) for ratio in DISCARD_RATIOS]
         rows, shares = zip(*(on_patches(layers, tokens, ratio) for ratio in ratios))
         maps = [tokens.patches(values * tokens.count).float() for values in rows]
         norm = from_zero(torch.stack(maps))
         row[0].imshow(subject.pixels, interpolation="none")
-        row[0].set_ylabel(plain(name), fontsize=7)
+        name_above(row[0], subject.model)
         row[0].set_xlabel(plain(subject.image))
         for axis, wanted, ratio, share, patches in zip(row[1:], DISCARD_RATIOS, ratios, shares, maps):
             axis.imshow(smooth_map(patches, norm, subject.pixels.shape[:2]), interpolation="none")
