@@ -10,7 +10,6 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import chain
 from typing import Annotated
 
 import torch
@@ -26,7 +25,7 @@ from trainkit_gka.distributed import Runtime
 # Newer torch renames the two collectives and warns about the old names.
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-MOMENTS = ("exp_avg", "exp_avg_sq")  # of AdamW, in names of saved state
+ADAMW_MOMENTS = {"exp_avg": (), "exp_avg_sq": ()}  # names in saved state, and the shape of an entry
 MUON_BETA2 = 0.95
 ADAM_EPS = 1e-10
 X0_BETAS = (0.96, 0.95)
@@ -80,13 +79,13 @@ class ParameterGroup:
     initial_lr: float
     betas: tuple[float, float] = (0.0, MUON_BETA2)
     weight_decay: float = 0.0
-    state: dict[str, torch.Tensor] = field(default_factory=dict)
+    units: list["Unit"] = field(default_factory=list)
 
 
 def parameter_groups(
     model: GPT, config: OptimConfig, lr_scale: float = 1.0, weight_decay_scale: float = 1.0
 ) -> list[ParameterGroup]:
-    """Every parameter in one group, in nanochat's order. What is not nanochat's is updated by AdamW, without decay."""
+    """Every parameter in one group, in nanochat's order. AdamW updates those that nanochat lacks, undecayed."""
     betas = (config.adam_beta1, config.adam_beta2)
     width_scale = (model.config.n_embd / REFERENCE_WIDTH) ** -0.5
     lr_scale *= math.sqrt(REFERENCE_BATCH / config.lr_batch_size)
@@ -116,15 +115,11 @@ def parameter_groups(
 
 def check_decay(groups: list[ParameterGroup]) -> None:
     """Raises UserError if the first step's weight decay would take all of a matrix's entries away, or more."""
-    muon = [group for group in groups if group.kind == "muon"]
-    largest = max(
-        g.initial_lr * g.weight_decay * max(1.0, p.shape[0] / p.shape[1]) ** 0.5 for g in muon for p in g.parameters
-    )
+    shapes = [(g.initial_lr * g.weight_decay, *p.shape) for g in groups if g.kind == "muon" for p in g.parameters]
+    largest = max(decay * max(1.0, rows / columns) ** 0.5 for decay, rows, columns in shapes)
     if largest >= 1:
-        raise UserError(
-            f"--weight-decay with --matrix-lr would take {largest:.3g} of every matrix entry away in one step; "
-            "lower it until that is below 1"
-        )
+        problem = f"--weight-decay with --matrix-lr would take {largest:.3g} of every matrix entry away in one step"
+        raise UserError(f"{problem}; lower it until that is below 1")
 
 
 def adamw_update(parameter, gradient, exp_avg, exp_avg_sq, step, lr, beta1, beta2) -> None:
@@ -185,6 +180,29 @@ def wait(works) -> None:
         work.wait()
 
 
+class Unit:
+    """Parameters that are updated as one tensor: Muon's matrices of one shape, stacked, or one of AdamW's, flat.
+
+    state: this rank's share of each moment, whose entry for a matrix or a number has the shape in `moments`.
+    """
+
+    def __init__(self, deal: Dealer, names: list[str], parameters: list[torch.Tensor], moments: dict[str, tuple]):
+        self.deal, self.names, self.parameters = deal, names, parameters
+        self.is_stack = () not in moments.values()
+        self.count = len(parameters) if self.is_stack else parameters[0].numel()
+        share = deal.share(self.count)
+        self.state = {moment: parameters[0].new_zeros(share, *shape) for moment, shape in moments.items()}
+
+    def join(self, tensors: list[torch.Tensor]) -> torch.Tensor:
+        """A tensor for each parameter as one, padded; a view of a flat one if it needs no padding."""
+        return self.deal.pad(torch.stack(tensors) if self.is_stack else tensors[0].flatten())
+
+    def split(self, joined: torch.Tensor) -> list[torch.Tensor]:
+        """The reverse of `join`: views."""
+        joined = joined[: self.count]
+        return list(joined.unbind()) if self.is_stack else [joined.view_as(self.parameters[0])]
+
+
 class MuonAdamW:
     """The optimiser of a GPT. `step` takes the schedule's values.
 
@@ -196,19 +214,23 @@ class MuonAdamW:
         self, groups: list[ParameterGroup], runtime: Runtime, compile: bool = False, through_float32: bool = False
     ):
         self.groups, self.runtime, self.steps = groups, runtime, 0
-        self.deal, self.everywhere = Dealer(runtime), Dealer(runtime, deals=False)
         # For a CPU one program serves many shapes: it is as fast as one for each, and compiled sooner.
         dynamic = runtime.device.type == "cpu"
         self._adamw, self._muon = (
             torch.compile(f, dynamic=dynamic) if compile else f
             for f in (adamw_update, partial(muon_update, through_float32=through_float32))
         )
-        for group in self._groups("muon"):
-            first, share = group.parameters[0], self.deal.share(len(group.parameters))
-            group.state["momentum_buffer"] = first.new_zeros(share, *first.shape)
-            group.state["second_momentum_buffer"] = first.new_zeros(share, *second_moment_shape(first.shape))
-        for state, key, parameter, deal in self._moments():
-            state[key] = parameter.new_zeros(deal.share(parameter.numel()))
+        deal, everywhere = Dealer(runtime), Dealer(runtime, deals=False)
+        for group in groups:
+            if group.kind == "muon":
+                shape = group.parameters[0].shape
+                moments = {"momentum_buffer": shape, "second_momentum_buffer": second_moment_shape(shape)}
+                group.units = [Unit(deal, group.names, group.parameters, moments)]
+            else:
+                group.units = [
+                    Unit(deal if p.numel() >= SMALLEST_DEALT else everywhere, [name], [p], ADAMW_MOMENTS)
+                    for name, p in zip(group.names, group.parameters)
+                ]
 
     def zero_grad(self) -> None:
         for group in self.groups:
@@ -223,104 +245,53 @@ class MuonAdamW:
             for parameter in group.parameters:
                 if parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
-        reductions = [self._reduce_muon(g) if g.kind == "muon" else self._reduce_adamw(g) for g in self.groups]
+        units = [unit for group in self.groups for unit in group.units]
+        reductions = iter([unit.deal.reduce(unit.join([p.grad for p in unit.parameters])) for unit in units])
         gathers = []
-        for group, (gradients, works) in zip(self.groups, reductions):
-            wait(works)
-            lr = self._scalar(group.initial_lr * lr_multiplier)
+        for group in self.groups:
+            lr = group.initial_lr * lr_multiplier
             if group.kind == "muon":
-                gathers.append(self._update_muon(group, gradients, lr, momentum, weight_decay_multiplier))
+                update, numbers = self._muon, (momentum, lr, group.weight_decay * weight_decay_multiplier, MUON_BETA2)
             else:
-                gathers += self._update_adamw(group, gradients, lr)
-        for parameters, updated, works in gathers:
+                update, numbers = self._adamw, (self.steps, lr, *group.betas)
+            # As 0-d tensors on the device: numbers would be compiled in.
+            scalars = [torch.tensor(float(number), device=self.runtime.device) for number in numbers]
+            for unit in group.units:
+                gradient, works = next(reductions)
+                wait(works)
+                joined = unit.join(unit.parameters)
+                part = unit.deal.part(joined)
+                # The last ranks may have padding, which AdamW leaves 0.
+                mine = max(0, min(len(part), unit.count - unit.deal.rank * len(part))) if unit.is_stack else len(part)
+                if mine:
+                    update(part[:mine], gradient[:mine], *(state[:mine] for state in unit.state.values()), *scalars)
+                gathers.append((unit, joined, unit.deal.gather(joined)))
+        for unit, joined, works in gathers:
             wait(works)
-            if parameters:
-                torch._foreach_copy_(parameters, updated)
+            if unit.is_stack or len(joined) > unit.count:  # otherwise they are the same memory
+                torch._foreach_copy_(unit.parameters, unit.split(joined))
 
-    def _groups(self, kind: str) -> list[ParameterGroup]:
-        return [group for group in self.groups if group.kind == kind]
-
-    def _scalar(self, value: float) -> torch.Tensor:
-        """A hyperparameter as a 0-d tensor on the device: a number would be compiled in."""
-        return torch.tensor(float(value), device=self.runtime.device)
-
-    # Muon
-
-    def _reduce_muon(self, group: ParameterGroup):
-        return self.deal.reduce(self.deal.pad(torch.stack([parameter.grad for parameter in group.parameters])))
-
-    def _update_muon(self, group: ParameterGroup, gradients, lr, momentum, weight_decay_multiplier):
-        """(parameters, their new values, the transfers to wait for)."""
-        count, share = len(group.parameters), self.deal.share(len(group.parameters))
-        stacked = self.deal.pad(torch.stack(group.parameters))
-        part, mine = self.deal.part(stacked), max(0, min(share, count - self.runtime.rank * share))  # without padding
-        if mine:
-            state = (group.state[name][:mine] for name in ("momentum_buffer", "second_momentum_buffer"))
-            momentum, weight_decay, beta2 = (
-                self._scalar(v) for v in (momentum, group.weight_decay * weight_decay_multiplier, group.betas[1])
-            )
-            self._muon(part[:mine], gradients[:mine], *state, momentum, lr, weight_decay, beta2)
-        return group.parameters, list(stacked[:count].unbind()), self.deal.gather(stacked)
-
-    # AdamW, of flat tensors
-
-    def _dealer(self, parameter: torch.Tensor) -> Dealer:
-        return self.deal if parameter.numel() >= SMALLEST_DEALT else self.everywhere
-
-    def _reduce_adamw(self, group: ParameterGroup):
-        deals = ((self._dealer(parameter), parameter.grad.flatten()) for parameter in group.parameters)
-        gradients, works = zip(*(deal.reduce(deal.pad(gradient)) for deal, gradient in deals))
-        return gradients, list(chain(*works))
-
-    def _update_adamw(self, group: ParameterGroup, gradients, lr):
-        """(parameters, their new values, the transfers to wait for) of each tensor."""
-        beta1, beta2, step = (self._scalar(value) for value in (*group.betas, self.steps))
-        gathers = []
-        for name, parameter, gradient in zip(group.names, group.parameters, gradients):
-            deal, moments = self._dealer(parameter), (group.state[f"{name}.{moment}"] for moment in MOMENTS)
-            flat = deal.pad(parameter.flatten())
-            self._adamw(deal.part(flat), gradient, *moments, step, lr, beta1, beta2)
-            updated = flat[: parameter.numel()].view_as(parameter)
-            padded = len(flat) > parameter.numel()  # otherwise they are the same memory
-            gathers.append(([parameter] * padded, [updated] * padded, deal.gather(flat)))
-        return gathers
-
-    # State
-
-    def _moments(self) -> Iterator[tuple[dict[str, torch.Tensor], str, torch.Tensor, Dealer]]:
-        """AdamW's two moments of every parameter: the group's state, the key in it, the parameter, its dealer."""
-        for group in self._groups("adamw"):
-            for name, parameter in zip(group.names, group.parameters):
-                for moment in MOMENTS:
-                    yield group.state, f"{name}.{moment}", parameter, self._dealer(parameter)
+    def _states(self) -> Iterator[tuple[Unit, str, torch.Tensor]]:
+        """Every unit with its moments and this rank's share of them."""
+        for group in self.groups:
+            for unit in group.units:
+                for moment, part in unit.state.items():
+                    yield unit, moment, part
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """All optimiser state by parameter name, gathered from every rank (a collective: call it on all of them).
 
         With several ranks only rank 0 gets it, on the CPU: together it may not fit a GPU.
         """
-        result = {"steps": torch.tensor(self.steps)}
-        several = self.runtime.world_size > 1
-
-        def add(key: str, value: torch.Tensor) -> None:
-            if self.runtime.is_main:
-                result[key] = value.to("cpu", copy=True) if several else value
-
-        for group in self._groups("muon"):
-            for key, part in group.state.items():
-                for name, value in zip(group.names, self.deal.gathered(part, len(group.names))):
-                    add(f"{name}.{key}", value)
-        for state, key, parameter, deal in self._moments():
-            add(key, deal.gathered(state[key], parameter.numel()).view_as(parameter))
+        result, several = {"steps": torch.tensor(self.steps)}, self.runtime.world_size > 1
+        for unit, moment, part in self._states():
+            values = unit.split(unit.deal.gathered(part, unit.count))
+            for name, value in zip(unit.names, values) if self.runtime.is_main else ():
+                result[f"{name}.{moment}"] = value.to("cpu", copy=True) if several else value
         return result
 
     def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
         """Take this rank's part of a state saved by any number of ranks. Raises KeyError if a tensor is missing."""
         self.steps = int(state["steps"])
-        for group in self._groups("muon"):
-            first = self.runtime.rank * self.deal.share(len(group.names))
-            for key, part in group.state.items():
-                for slot, name in zip(part, group.names[first : first + len(part)]):
-                    slot.copy_(state[f"{name}.{key}"])
-        for here, key, _, deal in self._moments():
-            here[key].copy_(deal.part(deal.pad(state[key].flatten())))
+        for unit, moment, part in self._states():
+            part.copy_(unit.deal.part(unit.join([state[f"{name}.{moment}"] for name in unit.names])))

@@ -154,7 +154,7 @@ class LanguageSubject(models.Subject):
         return self.optimizers[compiled]
 
     def state(self, optimizer):
-        return [value for group in optimizer.groups for value in group.state.values()]
+        return [part for group in optimizer.groups for unit in group.units for part in unit.state.values()]
 
 
 class LanguageCandidate(models.Candidate):

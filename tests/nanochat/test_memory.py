@@ -1,6 +1,8 @@
 """The memory arithmetic against torch: parameters counted, saved tensors weighed; rows at once change no result."""
 
 import dataclasses
+from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -43,7 +45,8 @@ def saved_bytes(model: GPT, rows: int) -> int:
 def held_bytes(model: GPT, rank: int = 0, ranks: int = 1) -> int:
     """The bytes of weights, gradients and the optimiser's state, padding and tensors of all ranks included."""
     optimizer = MuonAdamW(parameter_groups(model, OptimConfig()), Runtime(rank, ranks, CPU))
-    state = sum(tensor.numel() for group in optimizer.groups for tensor in group.state.values())
+    units = [unit for group in optimizer.groups for unit in group.units]
+    state = sum(tensor.numel() for unit in units for tensor in unit.state.values())
     return 4 * state + 8 * sum(parameter.numel() for parameter in model.parameters())
 
 
@@ -62,29 +65,20 @@ def test_arithmetic_is_what_torch_holds(variant):
     assert memory.fixed_bytes(config, "cpu")[0] > 1.2 * dealt
 
 
-class Ranks(Runtime):
-    """A run whose other rank cannot take more than `limit` rows."""
-
-    limit = 3
-
-    def any(self, flag: bool) -> bool:
-        return flag or self.asked > self.limit
-
-
-def test_rows_are_halved_until_they_fit_every_rank():
-    tried = []
+@pytest.mark.parametrize("limit, tried", [(3, [25, 13, 7, 4, 2]), (0, [25, 13, 7, 4, 2, 1])])
+def test_rows_are_halved_until_they_fit_every_rank(limit, tried):
+    """This rank can take 10 rows, and another one `limit`."""
+    attempts = []
 
     def attempt(rows):
-        tried.append(rows)
-        runtime.__dict__["asked"] = rows
+        attempts.append(rows)
         if rows > 10:
             raise torch.OutOfMemoryError("full")
 
-    runtime = Ranks(0, 2, CPU)
-    assert memory.largest_that_runs(25, attempt, runtime) == 2 and tried == [25, 13, 7, 4, 2]
-    runtime.__dict__["limit"] = 0
-    with one_line_error("not even one row fits the GPU's memory; lower --depth"):
-        memory.largest_that_runs(4, attempt, runtime)
+    runtime = SimpleNamespace(device=CPU, any=lambda failed: failed or attempts[-1] > limit)
+    with nullcontext() if limit else one_line_error("not even one row fits the GPU's memory; lower --depth"):
+        assert memory.largest_that_runs(25, attempt, runtime) == 2
+    assert attempts == tried
 
 
 def test_a_dry_step_holds_and_compiles_what_a_step_does(packed):
@@ -97,11 +91,11 @@ def test_a_dry_step_holds_and_compiles_what_a_step_does(packed):
         compiled.append(len(inputs))
         return graph.forward
 
-    whole = torch.compile(plain, backend=backend, dynamic=False)
+    program = torch.compile(plain, backend=backend, dynamic=False)
 
     def model(ids, targets, reduction):
         seen.append((len(ids), sum(parameter.grad is not None for parameter in plain.parameters())))
-        return whole(ids.contiguous(), targets.contiguous(), reduction=reduction)  # as on CUDA
+        return program(ids.contiguous(), targets.contiguous(), reduction=reduction)  # as on CUDA
 
     memory.dry_step(model, 8, 4, stream.rows.sequence_len, CPU)
     plain.zero_grad()
