@@ -204,7 +204,7 @@ def test_nanochat_trains_samples_and_resumes_the_preset(tree, base):
 
 def test_several_gpus_move_the_presets_parameters_as_one_does(tree, tmp_path):
     """On gloo. Upstream deals large parameters of AdamW's out by their first dimension, which must be divisible."""
-    printed = run(tree("nanochat"), SCRIPTS / "upstream_ranks.py", 4, json.dumps(PRESET), tmp_path / "store")
+    printed = run(tree("nanochat"), SCRIPTS / "upstream_nanochat.py", 4, json.dumps(PRESET), tmp_path / "store")
     [names] = re.findall("^alike (.*)", printed, flags=re.M)
     assert {name.rpartition("attn.")[2] for name in names.split()} >= {"log_sigma", "channel_log_scales", "head_gate"}
 

@@ -1,4 +1,4 @@
-"""Language runs of some steps: their flags, and what they leave."""
+"""Language runs of some steps: their flags, and their files."""
 
 import json
 

@@ -10,7 +10,7 @@ from nanochat_gka.model.gpt import GPT, build
 from trainkit_gka import checkpoint
 
 SHAPE = GPTConfig(sequence_len=16, vocab_size=70, n_layer=4, n_head=4, n_kv_head=4, n_embd=64, window_pattern="SL")
-# What make pretrain-d20-best trains.
+# The preset, which make pretrain-d20-best trains.
 PRESET = dict(attention="gka", gka_values="normalised", head_offsets="PS", value_embeds="all")
 PRESET |= dict(channel_bandwidths=True, head_gates=True)
 VARIANTS = [
