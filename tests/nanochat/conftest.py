@@ -4,20 +4,9 @@ import dataclasses
 
 import pytest
 
-import gpt_runs
-import tiny
 import tiny_core
 from nanochat_gka.data.tokenizer import Tokenizer
 from tiny_gpt import SHAPE, awake, write_run
-
-
-@pytest.fixture(scope="session")
-def uninterrupted(packed, tmp_path_factory):
-    """The whole run, by the command one would type."""
-    out = tmp_path_factory.mktemp("uninterrupted")
-    done = tiny.call(gpt_runs.MODULE, *gpt_runs.flags(packed, out))
-    assert "finished, validation bpb" in done.stdout
-    return out
 
 
 @pytest.fixture(scope="session")

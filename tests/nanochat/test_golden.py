@@ -45,41 +45,37 @@ def test_initialisation_draws_the_same_numbers():
         assert values.double().sum().item() == pytest.approx(total, rel=1e-4, abs=1e-4), name
 
 
-def optimise(section, dtype):
-    """Three steps of our optimiser on the golden batch. Returns losses and the model."""
-    torch.set_num_threads(1)
+def optimise(section, dtype, **tolerance):
+    """Three steps of our optimiser on the golden batch, whose losses are upstream's. Returns the model."""
+    want = GOLDEN[section]
     model = fill(build(CONFIG, "cpu"), "randn")
     optimizer = MuonAdamW(parameter_groups(model, OptimConfig()), Runtime(0, 1, torch.device("cpu")))
     optimizer._muon = functools.partial(muon_update, dtype=dtype)
-    ids, targets = batch()
     losses = []
     for step in range(3):
-        loss = model(ids, targets)
+        loss = model(*batch())
         losses.append(loss.item())
         optimizer.zero_grad()
         loss.backward()
         optimizer.step(1.0, muon_momentum(step), 1 - step / 10)
-    return [*losses, model(ids, targets).item()], model
+    losses.append(model(*batch()).item())
+    assert losses == pytest.approx([*want["losses_before_step"], want["loss_after_3"]], **tolerance)
+    return model
 
 
-def test_three_steps_of_muon_and_adamw_in_float32():
+def test_three_steps_of_muon_and_adamw_in_float32(one_thread):
     """Upstream's Muon with its bfloat16 casts taken out: the sharp test of the algorithm."""
-    want = GOLDEN["optim_randn_fp32muon"]
-    losses, model = optimise("optim_randn_fp32muon", torch.float32)
-    assert losses == pytest.approx([*want["losses_before_step"], want["loss_after_3"]], rel=2e-6)
-    for name, parameter in model.named_parameters():
-        total, absolute, *first = want["params"][name]
+    for name, parameter in optimise("optim_randn_fp32muon", torch.float32, rel=2e-6).named_parameters():
+        total, absolute, *first = GOLDEN["optim_randn_fp32muon"]["params"][name]
         values = parameter.detach().double().flatten()
         assert values[:3].tolist() == pytest.approx(first, abs=5e-5), name
         assert values.abs().sum().item() == pytest.approx(absolute, abs=1e-2), name
         assert values.sum().item() == pytest.approx(total, abs=1e-2), name
 
 
-def test_three_steps_with_bfloat16_muon():
-    """As upstream runs it; another SDPA kernel alone moves upstream's own losses by up to 1.5e-4."""
-    want = GOLDEN["optim_randn"]
-    losses, _ = optimise("optim_randn", torch.bfloat16)
-    assert losses == pytest.approx([*want["losses_before_step"], want["loss_after_3"]], abs=6e-4)
+def test_three_steps_with_bfloat16_muon(one_thread):
+    """As upstream runs it; another SDPA kernel alone moves upstream's losses by up to 1.5e-4."""
+    optimise("optim_randn", torch.bfloat16, abs=6e-4)
 
 
 def test_gradients_of_the_first_step():

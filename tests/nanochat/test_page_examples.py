@@ -17,7 +17,7 @@ EXAMPLES = {str(path): blocks for path in tracked(".md") if (blocks := page_bloc
 
 @pytest.fixture(scope="module")
 def checkout(trained, tmp_path_factory):
-    """A folder with what the pages say was made before: the demo's run (here a tiny one) and its exports."""
+    """A folder with the files that the pages assume: the demo's run (here a tiny one) and its exports."""
     root, (run, _) = tmp_path_factory.mktemp("checkout"), trained
     runs = root / "out/demo/runs"
     runs.mkdir(parents=True)

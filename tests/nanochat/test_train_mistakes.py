@@ -55,11 +55,13 @@ def test_nonfinite_gradient_names_the_last_checkpoint(packed, tmp_path, capsys):
     assert code == 2 and re.search(message, capsys.readouterr().err)
 
 
-def test_rows_of_another_length_are_refused(packed, tmp_path, capsys):
+def test_rows_of_another_length_and_another_dtype_are_refused(packed, tmp_path, capsys):
     pack.main(config(packed, tmp_path / "longer", sequence_len=64))
     assert gpt_runs.train(packed, tmp_path, "--stop-after", 2) == 0
     assert gpt_runs.train(packed, tmp_path, "--data", tmp_path / "longer") == 2
     assert "was packed with another context length than the run in" in capsys.readouterr().err
+    assert gpt_runs.train(packed, tmp_path, "--dtype", "bfloat16") == 2
+    assert "--dtype is bfloat16 but the run in" in capsys.readouterr().err
 
 
 def test_ids_that_are_not_in_the_vocabulary_name_file_and_row(packed, tmp_path, capsys):

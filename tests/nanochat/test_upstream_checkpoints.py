@@ -14,7 +14,7 @@ from tiny_gpt import SHAPE, awake
 
 UPSTREAM_FIELDS = ("sequence_len", "vocab_size", "n_layer", "n_head", "n_kv_head", "n_embd", "window_pattern")
 CONFIG = {name: getattr(SHAPE, name) for name in UPSTREAM_FIELDS}
-WHOLE = awake(SHAPE).state_dict()
+WEIGHTS = awake(SHAPE).state_dict()
 
 
 def write(folder, weights, meta=None, step=1):
@@ -57,16 +57,16 @@ def test_patched_nanochat_checkpoint_keeps_its_form(tmp_path, stated, values):
 
 LATER = {"smear_gate.weight": torch.zeros(1, 24), "backout_lambda": torch.zeros(1)}  # settings are those of the pin
 REFUSED = {
-    "later": ({**WHOLE, **LATER}, {}, "from after 2026-03-09, by its backout_lambda, smear_gate.weight"),
-    "cut": (saved(WHOLE)[: 10**5], {}, "is damaged, cut short"),
-    "numbers": ({**WHOLE, "x": 3}, {}, "does not hold weights by name"),
+    "later": ({**WEIGHTS, **LATER}, {}, "from after 2026-03-09, by its backout_lambda, smear_gate.weight"),
+    "cut": (saved(WEIGHTS)[: 10**5], {}, "is damaged, cut short"),
+    "numbers": ({**WEIGHTS, "x": 3}, {}, "does not hold weights by name"),
     "module": (awake(SHAPE), {}, "is refused: it holds more than weights"),
-    "more": ({**WHOLE, "a": WHOLE["x0_lambdas"]}, {}, 'Unexpected key.* "a"'),
-    "fewer": ({n: w for n, w in WHOLE.items() if "wte" not in n}, {}, "Missing key.* .transformer.wte.weight"),
-    "shape": (WHOLE, {"model_config": {**CONFIG, "vocab_size": 200}}, "size mismatch for value_embeds.3.weight"),
-    "no shape": (WHOLE, {"model_config": None}, "meta_000001.json has no model_config"),
-    "text": (WHOLE, {"model_config": {**CONFIG, "n_layer": "4"}}, "n_layer must be a whole number, got '4'"),
-    "unknown": (WHOLE, {"model_config": {**CONFIG, "smear": True}}, "not known here: smear"),
+    "more": ({**WEIGHTS, "a": WEIGHTS["x0_lambdas"]}, {}, 'Unexpected key.* "a"'),
+    "fewer": ({n: w for n, w in WEIGHTS.items() if "wte" not in n}, {}, "Missing key.* .transformer.wte.weight"),
+    "shape": (WEIGHTS, {"model_config": {**CONFIG, "vocab_size": 200}}, "size mismatch for value_embeds.3.weight"),
+    "no shape": (WEIGHTS, {"model_config": None}, "meta_000001.json has no model_config"),
+    "text": (WEIGHTS, {"model_config": {**CONFIG, "n_layer": "4"}}, "n_layer must be a whole number, got '4'"),
+    "unknown": (WEIGHTS, {"model_config": {**CONFIG, "smear": True}}, "not known here: smear"),
 }
 
 
