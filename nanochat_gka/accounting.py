@@ -5,10 +5,11 @@ python -m nanochat_gka.accounting --depth 20 --attention gka --target-param-data
 
 import json
 from dataclasses import dataclass
+from functools import partial
 from typing import Annotated
 
 from nanochat_gka.model.accounting import flops_per_token, meta_model, parameter_counts, plan, scaling_parameters
-from nanochat_gka.model.config import GPTConfig, ModelFlags, has_gka
+from nanochat_gka.model.config import ModelFlags, has_gka
 from nanochat_gka.training.memory import fixed_bytes
 from trainkit_gka.cli import Bounds, Count, CountOrAutomatic, run
 
@@ -17,7 +18,7 @@ from trainkit_gka.cli import Bounds, Count, CountOrAutomatic, run
 class AccountingConfig(ModelFlags):
     """Print the size and compute of a model, without building it in memory.
 
-    least_bytes_on_8_gpus is what training needs on each of them, by arithmetic: weights, gradients, optimiser state,
+    least_bytes_on_8_gpus is the need of training on each of them, by arithmetic: weights, gradients, optimiser state,
     and room for the optimiser's step. Activations have that room before; many rows at once need more.
     """
 
@@ -38,9 +39,7 @@ class AccountingConfig(ModelFlags):
 def account(config: AccountingConfig) -> dict:
     """Everything the command prints, as numbers."""
 
-    def shape(depth: int) -> GPTConfig:
-        return config.shape(depth, config.max_seq_len, config.vocab_size)
-
+    shape = partial(config.shape, sequence_len=config.max_seq_len, vocab_size=config.vocab_size)
     model = meta_model(shape(config.depth))
     horizon = plan(model, shape, ratio=config.target_param_data_ratio, total_batch_size=config.total_batch_size)
     counts = parameter_counts(model)

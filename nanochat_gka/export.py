@@ -1,4 +1,4 @@
-"""A trained model as a folder that stands alone: weights, configuration, tokenizer and a README that says what it is.
+"""A trained model as a folder that stands alone: weights, configuration, tokenizer and a README about it.
 
     python -m nanochat_gka.export --run out/runs/d20-gka --out d20-gka
 

@@ -4,8 +4,8 @@
     python -m trainkit_gka.torchrun --standalone --nproc-per-node 7 -m -- nanochat_gka.train --data out/packed \\
         --target-param-data-ratio 8.25
 
-In run order: the flags; data, model, horizon and optimiser; a step; evaluations; what a checkpoint keeps; the run's
-numbers. `trainkit_gka/loop.py` is the loop around them.
+In run order: the flags; data, model, horizon and optimiser; a step; evaluations; the contents of a checkpoint; the
+run's numbers. `trainkit_gka/loop.py` is the loop around them.
 
 A step is a fixed set of rows of the global stream, dealt to the processes as evenly as possible. The loss is divided by
 the global token count and gradients are summed, so any number of processes computes the same step up to rounding.
@@ -14,6 +14,7 @@ the global token count and gradients are summed, so any number of processes comp
 import math
 import time
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -50,7 +51,7 @@ from trainkit_gka.trainer import Trainer as BaseTrainer
 LOSS_MEMORY = 0.9  # of the printed loss, a running average
 MANY_EPOCHS = 10  # of one text
 STEPS_NOT_TIMED = 3  # by every process: they compile and fill caches
-# What is read back from the log; a record without does not count.
+# Keys that are read back from the log; a record without them does not count.
 COST_KEYS = ("parameters", "flops_per_token", "train_tokens", "train_flops")
 EVAL_KEYS, CORE_KEYS = ("train_bpb", "val_bpb"), ("name", "metric", "standard_error")
 
@@ -122,10 +123,8 @@ class TrainConfig(OptimConfig, ModelFlags, BundleFlags, RunConfig):
         return self.model_tag or "-".join(filter(None, parts))
 
     def identity(self) -> dict[str, Any]:
-        settings = super().identity()
-        if not has_gka(self.attention, self.depth):
-            del settings["gka_values"]  # means nothing there
-        return settings
+        hidden = () if has_gka(self.attention, self.depth) else ("gka_values",)  # without meaning there
+        return {name: value for name, value in super().identity().items() if name not in hidden}
 
     def check_continues(self, saved: dict[str, Any]) -> None:
         try:
@@ -136,15 +135,10 @@ class TrainConfig(OptimConfig, ModelFlags, BundleFlags, RunConfig):
 
     def horizon(self, model: GPT, processes: int) -> Horizon:
         """How long `model` trains. Raises UserError if a step's tokens are not rows enough for every process."""
-        length, vocab_size = model.config.sequence_len, model.config.vocab_size
-        horizon = plan(
-            model,
-            lambda depth: self.shape(depth, length, vocab_size),
-            ratio=self.target_param_data_ratio,
-            total_batch_size=self.total_batch_size,
-            num_iterations=self.num_iterations,
-            target_flops=self.target_flops,
-        )
+        length = model.config.sequence_len
+        shape = partial(self.shape, sequence_len=length, vocab_size=model.config.vocab_size)
+        settings = {name: getattr(self, name) for name in ("total_batch_size", "num_iterations", "target_flops")}
+        horizon = plan(model, shape, ratio=self.target_param_data_ratio, **settings)
         tokens = horizon.total_batch_size
         if tokens % length:
             raise UserError(f"--total-batch-size must be a multiple of the context length {length}, got {tokens}")
@@ -196,10 +190,8 @@ class Trainer(BaseTrainer):
         self.horizon = config.horizon(self.model, runtime.world_size)
         self.steps, self.rows = self.horizon.steps, self.horizon.total_batch_size // sequence_len
         if len(self.stream.rows) < self.rows and checkpoint is None:
-            raise UserError(
-                f"{config.data} has {len(self.stream.rows):,} training rows and a step takes {self.rows:,}: give more "
-                "text, pack it with a smaller --sequence-len, or lower --total-batch-size"
-            )
+            problem = f"{config.data} has {len(self.stream.rows):,} training rows and a step takes {self.rows:,}"
+            raise UserError(f"{problem}: give more text, pack shorter rows, or lower --total-batch-size")
         self.batch_size = config.device_batch_size
         if self.batch_size == "auto":
             fitting = memory.rows_at_once(shape, runtime.device, runtime.world_size)
@@ -308,10 +300,7 @@ class Trainer(BaseTrainer):
         return lr_multiplier(step, self.steps, config.warmup_ratio, config.warmdown_ratio, config.final_lr_frac)
 
     def throughput(self) -> tuple[float | None, float | None]:
-        """Tokens per second over all ranks since the start, None before any step is timed.
-
-        And the model FLOPs utilisation, None too if the device's peak is not known.
-        """
+        """Tokens per second over all ranks, and the model FLOPs utilisation; None where a number is not known."""
         if not self.state["seconds"]:
             return None, None
         speed = self.state["timed_tokens"] / self.state["seconds"]
@@ -323,20 +312,22 @@ class Trainer(BaseTrainer):
 
     def describe(self, numbers: dict[str, float]) -> tuple[str, dict[str, Any]]:
         step, (speed, mfu) = self.state["step"], self.throughput()
-        multiplier, left = self.lr_multiplier(step - 1), self.pace.seconds_for(self.steps - step)
-        memory_mib = peak_memory(self.runtime.device)
-        parts = [f"step {step:05d}/{self.steps:05d}", f"loss {numbers['smooth_loss']:.4f}", f"lr x{multiplier:.2f}"]
-        parts += [rate(speed, "tok/s")] if speed else []
-        parts += [f"mfu {mfu:.1%}"] if mfu else []
-        parts += [f"eta {clock_text(left)}"] if left is not None else []
-        parts += [f"peak {memory_mib:,.0f} MiB {'GPU' if self.runtime.device.type == 'cuda' else 'RSS'}"]
-        values = {"lr_multiplier": multiplier, "tokens_per_second": speed, "mfu": mfu, "eta_seconds": left}
-        return " | ".join(parts), {**numbers, **values, "peak_memory_mib": memory_mib}
+        multiplier, eta = self.lr_multiplier(step - 1), self.pace.seconds_for(self.steps - step)
+        memory_mib, memory_of = peak_memory(self.runtime.device), "GPU" if self.runtime.device.type == "cuda" else "RSS"
+        parts = [
+            f"step {step:05d}/{self.steps:05d} | loss {numbers['smooth_loss']:.4f} | lr x{multiplier:.2f}",
+            rate(speed, "tok/s"),
+            f"mfu {mfu:.1%}" if mfu else "",
+            f"eta {clock_text(eta)}" if eta is not None else "",
+            f"peak {memory_mib:,.0f} MiB {memory_of}",
+        ]
+        values = {"lr_multiplier": multiplier, "tokens_per_second": speed, "mfu": mfu, "eta_seconds": eta}
+        return " | ".join(filter(None, parts)), {**numbers, **values, "peak_memory_mib": memory_mib}
 
     def work(self) -> tuple[str, int, float | None]:
         return "tokens", self.horizon.total_batch_size, float(flops_per_token(self.model))
 
-    # What a checkpoint keeps
+    # The contents of a checkpoint
 
     def contents(self) -> Contents:
         about = {
@@ -396,10 +387,7 @@ class Trainer(BaseTrainer):
     # The run's numbers
 
     def summary(self, log: RunLog) -> tuple[dict[str, Any], str]:
-        """The paper's columns, and the most important ones in words.
-
-        Raises UserError if the last evaluation's bits per byte are not finite.
-        """
+        """The paper's columns, and some in words. Raises UserError if the last bits per byte are not finite."""
         evaluations = [record for record in log.records("eval", *EVAL_KEYS) if None not in map(record.get, EVAL_KEYS)]
         if not evaluations or evaluations[-1]["step"] != self.steps:
             problem = "the last evaluation's bits per byte are not finite, so the run has no result"
@@ -411,8 +399,7 @@ class Trainer(BaseTrainer):
             "flops_per_token": per_token,
             "train_tokens": self.horizon.tokens,
             "train_flops": self.horizon.tokens * per_token,
-            **{key: last[key] for key in EVAL_KEYS},
-            **{key + UTF8: last.get(key + UTF8) for key in EVAL_KEYS},
+            **{key: last.get(key) for key in (*EVAL_KEYS, *(key + UTF8 for key in EVAL_KEYS))},
             "gap": last["val_bpb"] - last["train_bpb"],
             "eval_rows": last.get("eval_rows"),
             "min_val_bpb": min(record["val_bpb"] for record in evaluations),

@@ -1,1 +1,1 @@
-"""The paper's figures for language models. `maps` computes W, `subjects` what is drawn; the other files draw it."""
+"""The paper's figures for language models. `maps` computes W, `subjects` prepares models; the others draw."""

@@ -18,7 +18,7 @@ ACROSS = 5  # panels of layers beside each other
 def _panels(models: Sequence[tuple], draw: Callable, title: str, words: str, x: str, y: str):
     """A sheet with a panel for every layer of every model; draw(axis, model, layer) fills one.
 
-    models: name, what `draw` takes, layers from 0. Returns the figure and the axes of all panels.
+    models: name, argument of `draw`, layers from 0. Returns the figure and the axes of all panels.
     """
     columns = min(ACROSS, max(len(layers) for *_, layers in models))
     rows = [

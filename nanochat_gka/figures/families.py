@@ -1,4 +1,4 @@
-"""The table of the families, drawn by `FAMILIES[name](subjects, folder)`, and what they need of the models."""
+"""The table of the families, drawn by `FAMILIES[name](subjects, folder)`, and the models that they need."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path

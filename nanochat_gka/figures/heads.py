@@ -1,5 +1,5 @@
-"""What every head does, as tables: how many tokens it weights, how far back it looks, and what it gives to itself, to
-the token before and to the first one.
+"""Measures of every head, as tables: how many tokens it weights, how far back it looks, and the weight of the token
+itself, of the token before and of the first one.
 
 Measures are means over the queries of a text, (..., T, T) -> (...), of weights by the token whose value is mixed
 (`LayerWeights.reads`). The first token sees itself alone, whatever the head: it is left out. T must be at least 2.
@@ -13,7 +13,6 @@ import torch
 from matplotlib.colors import Normalize
 
 from gka.masking import Mask
-from nanochat_gka.figures.maps import LayerWeights
 from nanochat_gka.figures.subjects import TextSubject, caption, rows_by_head
 from trainkit_gka.figures.charts import heat_map
 from trainkit_gka.figures.measures import diagonal_mass, effective_tokens
@@ -43,16 +42,12 @@ MEASURES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 def head_table(subject: TextSubject, measure) -> np.ndarray:
     """The measure of every layer and head, and last of a head that weights all it sees alike: (L, H + 1)."""
-    return np.stack(
-        [torch.cat([measure(layer.reads), measure(uniform(layer))[None]]).numpy() for layer in subject.layers]
-    )
-
-
-def uniform(layer: LayerWeights) -> torch.Tensor:
-    """W of a head that weights all it sees alike, (T, T)."""
-    count = layer.weights.shape[-1]
-    visible = Mask(causal=True, window=layer.window).dense(count, count, torch.device("cpu")).float()
-    return visible / visible.sum(-1, keepdim=True)
+    rows, count = [], len(subject.words)
+    for layer in subject.layers:
+        visible = Mask(causal=True, window=layer.window).dense(count, count, torch.device("cpu")).float()
+        uniform = visible / visible.sum(-1, keepdim=True)
+        rows.append(torch.cat([measure(layer.reads), measure(uniform)[None]]).numpy())
+    return np.stack(rows)
 
 
 def draw_heads(subjects: Sequence[TextSubject], folder: Path) -> list[Figure]:

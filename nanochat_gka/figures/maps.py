@@ -1,7 +1,7 @@
 """The attention matrices W of a language model on one text, layer by layer, whatever kinds of attention it has.
 
 Fused attention never builds W, so it is computed again in float64 from the layer's own input, and checked: applied to
-the values that the heads read, it must give what the layer mixed and what it put out.
+the values that the heads read, it must give the layer's mixed heads and its output.
 """
 
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ TOLERANCE = 1e-3  # float32 outputs differ from float64 ones by 1e-6
 
 @dataclass(frozen=True)
 class LayerWeights:
-    """What one attention layer did with a text of T tokens. All tensors are on the CPU; H heads of D channels.
+    """The attention of one layer on a text of T tokens. All tensors are on the CPU; H heads of D channels.
 
     Query i sees the slots j with max(0, i - window) <= j <= i. Slot j of head h holds the key of token
     max(0, j - key_offsets[h]) and the value of token max(0, j - value_offsets[h]); the offsets are 0 except for head
@@ -71,7 +71,7 @@ def extract(model: GPT, ids: Sequence[int] | torch.Tensor) -> list[LayerWeights]
 
 
 def _maps(attention: Attention, x, value_embedding, rotary, mixed: torch.Tensor, output: torch.Tensor) -> LayerWeights:
-    """The maps of a layer from its arguments, what its heads mixed, (1, T, C), and its output, (1, T, C)."""
+    """The maps of a layer from its arguments, its mixed heads, (1, T, C), and its output, (1, T, C)."""
     has_sigma, none, pairing = attention.kind.has_bandwidth, [0] * attention.config.n_head, attention.pairing
     x, logarithms = x.double(), attention.channel_log_scales
     queries, stored = attention.project(x, value_embedding, rotary, slice(0, x.shape[1]))

@@ -30,7 +30,7 @@ def matrix_picture(weights: torch.Tensor, norm) -> np.ndarray:
 def draw_matrices(subjects: Sequence[TextSubject], folder: Path, tokens: int = TOKENS) -> list[Figure]:
     """Draw a contact sheet: layers across, heads down, the models below each other.
 
-    tokens: how many of the text are drawn, -1 = all. No query sees what comes later, so these rows are whole.
+    tokens: how many of the text are drawn, -1 = all. No query sees later tokens, so these rows are complete.
     """
     text = subjects[0].words
     count = len(text) if tokens < 0 else min(tokens, len(text))

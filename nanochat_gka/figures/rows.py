@@ -1,4 +1,4 @@
-"""What a token looks at: its row of W as the text itself, every token on the colour of its weight."""
+"""Rows of W as the text itself, every token on the colour of its weight."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -33,7 +33,7 @@ def draw_rows(
     """Draw rows of W as the text: a block for every query, models side by side.
 
     queries: tokens from 0; without any three are chosen. layers: from 0; without any all, or as many as fit. tokens:
-    how many of the text are shown, -1 = all.
+    how many of the text are drawn, -1 = all.
     """
     first = subjects[0]
     words = first.words if tokens < 0 else first.words[:tokens]
@@ -123,6 +123,6 @@ def _draw_block(axis, subject: TextSubject, layers: Sequence[int], words, places
 
 def _corners(word: str, place: tuple[int, int], top: float) -> list[tuple[float, float]]:
     """The box of a word, (x, y) in characters and lines."""
-    (line, left), right = place, place[1] + len(word)
+    line, first = place
     low, high = top + line + 0.04, top + line + 0.96
-    return [(left, low), (right, low), (right, high), (left, high)]
+    return [(first, low), (first + len(word), low), (first + len(word), high), (first, high)]

@@ -1,4 +1,4 @@
-"""What is drawn: one model's attention on one text, and its bandwidths over training.
+"""The subjects of figures: one model's attention on one text, and its bandwidths over training.
 
 subjects = subjects_of([run, its_twin], "The text that they read.")
 figures = FAMILIES["rows"](subjects, folder)  # of families.py
@@ -105,7 +105,7 @@ def _glyphs() -> frozenset[int]:
 
 
 def subjects_of(paths: Sequence[Path], text: str, step: int = -1) -> list[TextSubject]:
-    """What the models of some runs do with a text. step: the checkpoint of the first, -1 = the newest.
+    """The attention of some runs' models on a text. step: the checkpoint of the first, -1 = the newest.
 
     paths: run folders, checkpoint folders or exported models. Raises UserError for anything else, for tokenizers that
     differ, for a text that is too long, and for attention whose W cannot be computed again.

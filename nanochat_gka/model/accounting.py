@@ -1,8 +1,8 @@
 """Parameters, FLOPs and the training horizon of a model, from its shape (the paper's size and compute table).
 
 FLOPs per token follow nanochat: 6 per matrix parameter (forward and backward) plus 12 * C * window per layer for scores
-and mixing, full windows, no causal halving. Embedding look-ups and scalars are free; what GKA mixes and head offsets
-cost nothing. The horizon follows nanochat too: a model of depth 12 with the same settings is the reference, with 2^19
+and mixing, full windows, no causal halving. Embedding look-ups, scalars and head offsets are
+free. The horizon follows nanochat too: a model of depth 12 with the same settings is the reference, with 2^19
 tokens per step, and the batch grows with tokens^0.383.
 """
 
@@ -23,19 +23,18 @@ BATCH_EXPONENT = 0.383
 
 def parameter_counts(model: GPT) -> dict[str, int]:
     """Parameters by nanochat's groups; bandwidths and gates are part of transformer_matrices."""
-    counts = {
-        "wte": _count(model.transformer.wte),
-        "value_embeds": _count(model.value_embeds),
-        "lm_head": _count(model.lm_head),
-        "transformer_matrices": _count(model.transformer.h),
-        "scalars": model.resid_lambdas.numel() + model.x0_lambdas.numel(),
+    modules = {
+        "wte": model.transformer.wte,
+        "value_embeds": model.value_embeds,
+        "lm_head": model.lm_head,
+        "transformer_matrices": model.transformer.h,
+        "total": model,
     }
-    assert sum(counts.values()) == _count(model), "a parameter belongs to no group"
-    return {**counts, "total": _count(model)}
-
-
-def _count(module: torch.nn.Module) -> int:
-    return sum(p.numel() for p in module.parameters())
+    counts = {name: sum(p.numel() for p in module.parameters()) for name, module in modules.items()}
+    total = counts.pop("total")
+    counts["scalars"] = model.resid_lambdas.numel() + model.x0_lambdas.numel()
+    assert sum(counts.values()) == total, "a parameter belongs to no group"
+    return {**counts, "total": total}
 
 
 def scaling_parameters(model: GPT) -> int:
@@ -57,15 +56,12 @@ def meta_model(config: GPTConfig) -> GPT:
 
 @dataclass(frozen=True)
 class Horizon:
-    """How long a model trains, and what follows from it.
+    """The length of a training, and the scales that follow from it."""
 
-    total_batch_size: tokens per step. lr_scale multiplies every learning rate, weight_decay_scale Muon's weight decay.
-    """
-
-    total_batch_size: int
+    total_batch_size: int  # tokens per step
     steps: int
-    lr_scale: float
-    weight_decay_scale: float
+    lr_scale: float  # of every learning rate
+    weight_decay_scale: float  # of Muon's weight decay
 
     @property
     def tokens(self) -> int:

@@ -1,7 +1,7 @@
 """The attention of a layer, one class for each row of `gka.KINDS`. A new kind is a row there and a class here.
 
-A layer projects its tokens to queries and to what later tokens need of them (`stored`: values and keys; for GKA one
-tensor, which is both or which the keys follow from), then attends. While text is generated, the cache holds `stored`.
+A layer projects its tokens to queries and to tensors for later tokens (`stored`: values and keys; for GKA one tensor,
+which is both or from which the keys are derived), then attends. While text is generated, the cache holds `stored`.
 Legend: B batch, T tokens, n tokens so far, H heads, D head_dim, C = H * D.
 """
 
@@ -37,9 +37,7 @@ ADAMW_PARTS = {"log_sigma": "sigma_lr", "channel_log_scales": "channel_lr", "hea
 
 
 class Attention(nn.Module, ABC):
-    """The base of all kinds: the bias-free projections of the kind's row (nanochat's names), W_O, the value gate, and
-    the pairing of keys with values of other tokens, `offsets.HeadOffsets` or None.
-    """
+    """The base of all kinds: bias-free projections in nanochat's names, gates, and `gka.offsets`' pairing or None."""
 
     kind: ClassVar[Kind]
     plain_widths: ClassVar[int]  # of `activation_widths`, without a model's additions
@@ -127,20 +125,18 @@ class Attention(nn.Module, ABC):
 
     def keys_and_values(self, rotary: Rotary, num_queries: int, stored: Tensors) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values by slot, (B, n, H, D) each, from the first that the last `num_queries` of n tokens see."""
-        return self.paired(num_queries, *stored)
+        first = 0
+        if self.pairing is not None or self.derives_keys:
+            reach = 0 if self.pairing is None else self.pairing.reach
+            first = max(0, stored[0].shape[1] - num_queries - self.window - reach)
+        stored = tuple(tensor[:, first:] for tensor in stored) if first else stored
+        keys, values = self.unpack(rotary, first, stored)
+        return (keys, values) if self.pairing is None else self.pairing(keys, values)
 
-    def paired(self, num_queries: int, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Those of `keys_and_values`, of the keys and values of all n tokens."""
-        if self.pairing is None:
-            return keys, values
-        if first := self.first_in_reach(num_queries, keys.shape[1]):
-            keys, values = keys[:, first:], values[:, first:]
-        return self.pairing(keys, values)
-
-    def first_in_reach(self, num_queries: int, num_tokens: int) -> int:
-        """The earliest of `num_tokens` tokens that is in a slot of the last `num_queries`."""
-        reach = 0 if self.pairing is None else self.pairing.reach
-        return max(0, num_tokens - num_queries - self.window - reach)
+    def unpack(self, rotary: Rotary, first: int, stored: Tensors) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of the tokens from position `first` on."""
+        keys, values = stored
+        return keys, values
 
     @abstractmethod
     def weights(self, queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
@@ -152,7 +148,7 @@ class Attention(nn.Module, ABC):
         return self.kind.cached_tensors
 
     def operator(self, dtype: torch.dtype) -> str | None:
-        """Which implementation of `gka.gaussian_attention` trains this layer on rows of `dtype`; None: it has none."""
+        """The implementation of `gka.gaussian_attention` that trains this layer on rows of `dtype`; None without."""
         return None
 
     def heads(self, x: torch.Tensor) -> torch.Tensor:
@@ -204,13 +200,13 @@ class GKAAttention(Attention):
     """Gaussian kernel attention (paper section 5.1): no W_Q, W_K, W_V.
 
     A feature, the per-head norm of the rotated block input, is query and key. Per-head norms are constant, so the
-    kernel is plain attention at scale 1 / sigma^2 (docs/mathematics.md). The subclasses differ in the values, which
-    are stored first, before the keys where these are stored too.
+    kernel is plain attention at scale 1 / sigma^2 (docs/mathematics.md). Values, in which the subclasses differ, are
+    stored before keys.
 
-    Channel bandwidths, not the paper's, scale every channel of a feature by exp(a) before rotation and norm, with a
-    learned from 0 for each of the C channels. The kernel is then a Gaussian with a diagonal metric (automatic relevance
-    determination, MacKay 1994, Neal 1996). Unequal scales of a rotated pair would make distances depend on positions,
-    so they come before the rotation. Values are not scaled.
+    Channel bandwidths, not the paper's, scale every channel of a feature by exp(a), with a learned from 0 for each of
+    the C channels: a Gaussian with a diagonal metric (automatic relevance determination, MacKay 1994, Neal 1996). They
+    come before rotation and norm, as unequal scales of a rotated pair would make distances depend on positions. Values
+    are not scaled.
     """
 
     kind = KINDS["gka"]
@@ -229,8 +225,8 @@ class GKAAttention(Attention):
         """norm(rotary(heads * exp(a))): queries and keys of block input or unrotated values, (B, n, H, D) each."""
         return norm(rotary(self.heads(self.scaled(heads.flatten(2))), positions))
 
-    def keys_and_values(self, rotary, num_queries, stored):
-        return self.paired(num_queries, keys=stored[-1], values=stored[0])
+    def unpack(self, rotary, first, stored):
+        return stored[-1], stored[0]
 
     def attend(self, rotary, queries, stored):
         keys, values = self.keys_and_values(rotary, queries.shape[1], stored)
@@ -304,13 +300,11 @@ class UnrotatedGKA(GKAAttention):
         features = self.features(values, rotary, positions)
         return features, (self.add_value_embedding(values, x, value_embedding), features)
 
-    def keys_and_values(self, rotary, num_queries, stored):
+    def unpack(self, rotary, first, stored):
         if len(stored) == 2:
-            return super().keys_and_values(rotary, num_queries, stored)
-        num_tokens = stored[0].shape[1]
-        first = self.first_in_reach(num_queries, num_tokens)
-        values = stored[0][:, first:]
-        return self.paired(num_queries, self.features(values, rotary, slice(first, num_tokens)), values)
+            return super().unpack(rotary, first, stored)
+        [values] = stored
+        return self.features(values, rotary, slice(first, first + values.shape[1])), values
 
 
 CLASSES = {"softmax": SoftmaxAttention, "vlt": VLTAttention}

@@ -1,8 +1,8 @@
-"""What attention keeps of past tokens while text is generated; `GPT.new_cache` makes one.
+"""The cache of past tokens while text is generated; `GPT.new_cache` makes one.
 
 One tensor per layer for GKA, whose features are keys and values at once, two for softmax attention: at equal heads
-half the bytes. In our forms whose values are not rotated the one tensor is the values, and keys are computed from them
-again for every token: on CPUs in registers; `keep_keys` saves that time for the other half of the bytes.
+half the bytes. Where values are not rotated the one tensor is the values, and keys are derived from them for every new
+token, on CPUs in registers; `keep_keys` stores both.
 Legend: B rows (sequences) in use, T new tokens of each, H heads, D head_dim.
 """
 
@@ -12,11 +12,10 @@ from nanochat_gka.model.context import Context, Tensors
 
 
 class KVCache(Context):
-    """The context of `model(ids, context=cache)`: T new tokens of every row in use follow those that the row has.
+    """The context of `model(ids, context=cache)`: T new tokens of every row in use; rows may differ in length.
 
-    Rows may differ in length.
-    layers: per layer, tensors (rows, capacity, H, D). lengths: tokens of each row in use.
-    last_only: the model returns the logits of each row's last token alone.
+    layers: per layer, tensors (rows, capacity, H, D). lengths: tokens of each row in use. last_only: the model returns
+    the logits of each row's last token alone.
     """
 
     def __init__(self, layers: list[Tensors], rows_in_use: int, last_only: bool = False):

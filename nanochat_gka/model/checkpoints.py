@@ -202,7 +202,7 @@ def load_upstream(folder: Path, step: int = -1, device: torch.device | str = "cp
         raise UserError(f"{path} is of a nanochat from after 2026-03-09, by its {', '.join(later)}; {known}")
     layers = sum(bool(re.fullmatch(r"transformer\.h\.\d+\.attn\.c_proj\.weight", name)) for name in weights)
     weights = {"resid_lambdas": torch.ones(layers), "x0_lambdas": torch.zeros(layers), **weights}
-    # What nanochat at the pin, and the first of our patches, did not state.
+    # Settings that nanochat at the pin, and the first of our patches, did not save.
     return _build({"window_pattern": "L", "gka_values": "normalised", **shape}, weights, device, path)
 
 

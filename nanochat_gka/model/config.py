@@ -24,7 +24,7 @@ RESEARCH_SETTINGS = {"mixing": "none", "rotary": "full", "kernel": "gaussian", "
 class GPTConfig:
     """Shape of a model. The first seven fields are nanochat's; the defaults of the others leave its baseline unchanged.
 
-    `ModelFlags` says what the others mean; for head_offsets see `gka.offsets`, for channel bandwidths and head gates
+    `ModelFlags` documents the others; for head_offsets see `gka.offsets`, for channel bandwidths and head gates
     `attention`. Raises ValueError naming the field.
     """
 
@@ -73,9 +73,6 @@ class GPTConfig:
     @classmethod
     def from_depth(cls, depth: int, *, aspect_ratio: int = 64, head_dim: int = 128, **settings) -> "GPTConfig":
         """nanochat's dial: width = depth * aspect_ratio rounded up to whole heads of head_dim channels."""
-        if min(depth, aspect_ratio, head_dim) < 1:
-            values = f"{depth}, {aspect_ratio}, {head_dim}"
-            raise ValueError(f"depth, aspect_ratio and head_dim must be at least 1, got {values}")
         heads = -(-depth * aspect_ratio // head_dim)
         return cls(n_layer=depth, n_head=heads, n_kv_head=heads, n_embd=heads * head_dim, **settings)
 
@@ -137,12 +134,15 @@ class GPTConfig:
     @property
     def form(self) -> str:
         """The attention in words: its kind or pattern, and all that is not the paper's form."""
-        words = [KINDS[self.attention].label if self.attention in KINDS else f"pattern {self.attention.upper()}"]
-        words += [f"head offsets {self.head_offsets.upper()}"] if self.head_offsets else []
-        words += [f"values {self.gka_values}"] if self.gka_values != "rotated" else []
-        words += ["channel bandwidths"] * self.channel_bandwidths + ["head gates"] * self.head_gates
-        words += [f"value embeddings {self.value_embeds}"] if self.value_embeds != "auto" else []
-        return ", ".join(words)
+        words = {
+            KINDS[self.attention].label if self.attention in KINDS else f"pattern {self.attention.upper()}": True,
+            f"head offsets {self.head_offsets.upper()}": self.head_offsets,
+            f"values {self.gka_values}": self.gka_values != "rotated",
+            "channel bandwidths": self.channel_bandwidths,
+            "head gates": self.head_gates,
+            f"value embeddings {self.value_embeds}": self.value_embeds != "auto",
+        }
+        return ", ".join(text for text, applies in words.items() if applies)
 
 
 def without_research_settings(saved: dict[str, Any]) -> dict[str, Any]:

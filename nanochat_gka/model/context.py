@@ -1,4 +1,4 @@
-"""Which tokens a forward pass computes, and what each of them attends to.
+"""The tokens that a forward pass computes, and those that each of them attends to.
 
 Legend: B rows, T tokens of the pass in each, n tokens so far, H heads, D head_dim, C width.
 """
@@ -15,27 +15,24 @@ Tensors = tuple[torch.Tensor, ...]
 
 
 class Context:
-    """B whole sequences, from their first token on. Subclasses, such as `cache.KVCache`, keep or choose tokens.
+    """B whole sequences, from their first token on. Subclasses, such as `cache.KVCache`, keep or choose tokens."""
 
-    positions: where the tokens stand, a slice of T for all rows or (B, T). longest: one more than the last position.
-    """
-
-    positions: slice | torch.Tensor
-    longest: int
+    positions: slice | torch.Tensor  # of the tokens: a slice of T for all rows, or (B, T)
+    longest: int  # one more than the last position
 
     def begin(self, num_tokens: int) -> None:
         """A pass over `num_tokens` tokens of every row begins."""
         self.positions, self.longest = slice(0, num_tokens), num_tokens
 
     def attend(self, layer: "Attention", rotary, queries: torch.Tensor, new: Tensors) -> torch.Tensor:
-        """Call `layer.attend` for the queries, (B, T, H, D), and what the tokens they may see have stored.
+        """Outputs of the tokens that `select` keeps, by `layer.attend`.
 
-        new: what the tokens of this pass store, each (B, T, H, D). Returns outputs of the tokens that `select` keeps.
+        queries, new: of the tokens of this pass, (B, T, H, D) each; `new` is stored for later tokens.
         """
         return layer.attend(rotary, queries, new)
 
     def select(self, layer: "Attention", x: torch.Tensor) -> torch.Tensor:
-        """Of a layer's input, (B, T, C), the tokens that the layer computes outputs of."""
+        """The tokens of a layer's input, (B, T, C), whose outputs the layer computes."""
         return x
 
     def end(self) -> None:

@@ -46,7 +46,7 @@ class GPT(nn.Module):
         layers = [layer for layer in range(config.n_layer) if config.has_value_embedding(layer)]
         self.value_embeds = nn.ModuleDict({str(layer): nn.Embedding(rows, width) for layer in layers})
         self.rotary = Rotary(config.head_dim, config.sequence_len)
-        self.rounded_to: torch.dtype | None = None  # what activations are rounded to; None: the tables' dtype
+        self.rounded_to: torch.dtype | None = None  # dtype of activations; None: the tables'
 
     @torch.no_grad()
     def init_weights(self) -> None:

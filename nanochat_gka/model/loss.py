@@ -30,7 +30,7 @@ def _of_rows(logits: torch.Tensor, targets: torch.Tensor, reduction: str) -> tor
 
 
 class _SumByRows(torch.autograd.Function):
-    """The sum of the losses. The forward pass computes the gradient too, while what it needs is in the cache."""
+    """The sum of the losses. The forward pass computes the gradient too, while the rows are in the cache."""
 
     @staticmethod
     def forward(ctx, logits, targets):

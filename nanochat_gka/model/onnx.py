@@ -20,12 +20,12 @@ from nanochat_gka.model.context import Context
 from nanochat_gka.model.gpt import GPT
 from trainkit_gka import onnx
 
-MOST_ROWS = 4096  # of a batch; what the exporter is told, not what a runtime checks
+MOST_ROWS = 4096  # of a batch, for the exporter; runtimes do not check it
 TOKENS, LOGITS = "ids", "logits"
 
 
 class PlainCache(Context):
-    """The context of T tokens of every row that follow P others.
+    """The context of T tokens of every row after P past ones.
 
     It reads `past` and makes `present`: lists of tensors (B, P, H, D) and (B, n, H, D), layer by layer.
     """
@@ -34,11 +34,9 @@ class PlainCache(Context):
 
     def __init__(self, past: list[torch.Tensor]):
         self.past, self.present = list(past), []
-        self.num_past = past[0].shape[1]
-        self.masks: dict[int, torch.Tensor] = {}
+        self.num_past, self.masks = past[0].shape[1], {}
 
     def begin(self, num_tokens):
-        self.num_tokens = num_tokens
         self.everyone = torch.arange(self.num_past + num_tokens)[None]
         self.positions = self.everyone[:, self.num_past :]
 
@@ -70,11 +68,11 @@ def write(model: GPT, folder: Path, about: dict[str, Any]) -> Path:
     Inputs: ids (B, T) int64 and past.LAYER.NUMBER (B, P, H, D) float32, P 0 or more. Outputs: logits (B, T, vocab_size)
     float32 and present.LAYER.NUMBER (B, P + T, H, D), the next call's past. P + T is at most the rotary table, 10 times
     the training length. about: the file's metadata. Raises UserError if the extra is not installed, or if the
-    file does not compute what the model does; it is deleted then.
+    file's logits are not the model's; it is deleted then.
     """
     simple = copy.deepcopy(model).cpu().float().eval()
     simple.rounded_to = None
-    simple.rotary.cos, simple.rotary.sin = (table.float() for table in (simple.rotary.cos, simple.rotary.sin))
+    simple.rotary.cos, simple.rotary.sin = simple.rotary.cos.float(), simple.rotary.sin.float()
     rows, tokens, past = Dim("rows", max=MOST_ROWS), Dim("tokens", max=model.rotary.length), Dim("past")
     ids = torch.randint(model.config.vocab_size, (2, 5))
     cache = [torch.randn_like(t) for t in empty_cache(model, 2, 3)]

@@ -1,1 +1,1 @@
-"""What one training run needs: settings, optimiser, schedule, memory, bits per byte."""
+"""Parts of a training run: optimiser, schedule, memory, bits per byte."""

@@ -18,8 +18,7 @@ DIFFERENCE = 1e-3  # of the two counts of bytes, relative, from which on both fi
 def nats_and_bytes(model: GPT, batch: Batch, token_bytes: torch.Tensor) -> torch.Tensor:
     """[sum of cross-entropies in nats, number of bytes predicted] of one batch, (2, ...) float64.
 
-    token_bytes: (..., vocab_size), one count of bytes or several. Special tokens (0 bytes) and ignored targets (< 0)
-    count in neither.
+    token_bytes: (..., vocab_size). Special tokens (0 bytes) and ignored targets (< 0) count in neither.
     """
     ids, targets = batch
     losses = model(ids, targets, reduction="none").double()
@@ -49,22 +48,15 @@ def bits_per_byte(
 
 
 def of_both_splits(
-    model: GPT,
-    data: PackedData,
-    tokens: int,
-    choice: str,
-    runtime: Runtime,
-    batch_size: int,
-    stop: Stop | None = None,
+    model: GPT, data: PackedData, tokens: int, choice: str, runtime: Runtime, batch_size: int, stop: Stop | None = None
 ) -> dict[str, float]:
     """Bits per byte of both splits: `train_bpb` and `val_bpb` by nanochat's count of bytes, `..._utf8` by the text's.
 
-    tokens, choice: the rows of `PackedData.eval_rows`. stop: ends it with Interrupted.
+    tokens, choice: the rows of `PackedData.eval_rows`. The others as in `bits_per_byte`.
     """
     counts, values = torch.stack([data.tokenizer.token_bytes(), data.tokenizer.utf8_bytes()]), {}
     for split in SPLITS:
-        rows = data.eval_rows(split, tokens, choice)
-        both = bits_per_byte(model, rows, counts, runtime, batch_size, stop)
+        both = bits_per_byte(model, data.eval_rows(split, tokens, choice), counts, runtime, batch_size, stop)
         values[f"{split}_bpb"], values[f"{split}_bpb{UTF8}"] = both
     return values
 
@@ -75,13 +67,13 @@ def rows_note(values: dict[str, Any]) -> str:
 
 
 def utf8_note(values: dict[str, Any], name: str) -> str:
-    """What follows the figure `name` of `values`: the one of the text's own bytes, if it is another one."""
+    """A note after the figure `name` of `values`: the figure by the text's own bytes, if that differs."""
     true = values.get(name + UTF8) or values[name]  # the first records have none
     return "" if math.isclose(values[name], true, rel_tol=DIFFERENCE) else f" ({true:.6f} of the text's own bytes)"
 
 
 def remark(values: dict[str, Any]) -> str:
-    """What to know of the figures of a run's record: which rows they are of, and those of the text's own bytes."""
+    """The rows of the figures in a run's record, and the figures by the text's own bytes."""
     notes = {name: utf8_note(values, name) for name in (f"{split}_bpb" for split in SPLITS) if values.get(name)}
     figures = [f"{name.replace('_', ' ')} {values[name]:.6f}{note}" for name, note in notes.items() if note]
     return ", ".join(filter(None, [rows_note(values), *figures]))

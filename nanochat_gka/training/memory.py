@@ -10,7 +10,7 @@ stacks all gradients and all matrices (8 bytes an entry), and its update of one 
 that shape's matrices on this rank.
 
 Held per token from forward to backward, counted in uncompiled operations (compiled ones recompute some, and need less):
-  every layer: the input of the residual scale, of both norms, and what the norms give (5 C); the MLP after relu and
+  every layer: the input of the residual scale, of both norms, and the norms' outputs (5 C); the MLP after relu and
     squared (8 C).
   attention: its `activation_widths`.
   a value embedding: 2 C. The final norm: 2 C.
@@ -67,10 +67,7 @@ def attentions(config: GPTConfig) -> Counter[Attention]:
 
 
 def fixed_bytes(config: GPTConfig, device_type: str, ranks: int = 1) -> tuple[int, int]:
-    """Bytes of weights, gradients and optimiser state; and of what the optimiser's step needs beside them.
-
-    The step needs the latter after the activations are freed.
-    """
+    """Bytes of weights, gradients and optimiser state; and of the work of the optimiser's step, without activations."""
     tables, matrices, rest = parameters(config)
     entry = 2 if device_type == "cuda" else 4
     held = (2 + 2 / ranks) * entry * tables + (8 + 8 / ranks) * rest + (8 + 4 / ranks) * matrices
@@ -80,10 +77,7 @@ def fixed_bytes(config: GPTConfig, device_type: str, ranks: int = 1) -> tuple[in
 
 
 def row_bytes(config: GPTConfig, device_type: str, training: bool = True) -> int:
-    """Bytes of one row's activations: from forward to backward, or (not training) of a forward pass alone.
-
-    Such a pass frees a layer's activations when the layer is done.
-    """
+    """Bytes of one row's activations: from forward to backward, or (not training) of the largest layer."""
     size, widths = (2 if device_type == "cuda" else 4), Counter()
     for attention, layers in attentions(config).items():
         embedding = VALUE_EMBEDDING_WIDTHS * (attention.ve_gate is not None)
@@ -121,16 +115,16 @@ def check_fits(config: GPTConfig, device: torch.device, ranks: int) -> None:
 def largest_that_runs(rows: int, attempt: Callable[[int], None], runtime: Runtime) -> int:
     """`rows`, halved until `attempt(rows)` runs out of memory on no rank. Raises UserError if one row is too many."""
     while True:
+        failed = False
         try:
             attempt(rows)
-            failed = False
         except torch.OutOfMemoryError:
             failed = True
         if not runtime.any(failed):
             return rows
         if rows == 1:
             raise UserError(
-                "not even one row fits the GPU's memory; lower --depth, or pack shorter rows (--sequence-len)"
+                "not even one row fits the GPU's memory; lower --depth, or pack with a lower --sequence-len"
             )
         if runtime.device.type == "cuda":
             torch.cuda.empty_cache()
@@ -138,7 +132,7 @@ def largest_that_runs(rows: int, attempt: Callable[[int], None], runtime: Runtim
 
 
 def dry_step(model, rows: int, batch_size: int, sequence_len: int, device: torch.device) -> None:
-    """Forward and backward of a step's largest micro-batch, on no text: what a step of `rows` holds in memory.
+    """Forward and backward of a step's largest micro-batch, on no text: the memory of a step of `rows`.
 
     Twice if a step has several micro-batches: from the second on the gradients are in memory before its activations.
     """

@@ -4,6 +4,8 @@ The orthogonalisation runs in bfloat16 on every device, as upstream's; `dtype` i
 processor cannot multiply bfloat16, its products are computed in float32 and rounded (`through_float32`).
 """
 
+from functools import partial
+
 import torch
 
 POLAR_EXPRESS = (
@@ -18,8 +20,8 @@ POLAR_EXPRESS = (
 def product(a: torch.Tensor, b: torch.Tensor, through_float32: bool) -> torch.Tensor:
     """a @ b, (K, r, n) and (K, n, c), in their dtype.
 
-    through_float32: widen bfloat16 factors, multiply in float32 and round the result once. That is what instructions
-    for bfloat16 compute too, but for the order of the sums.
+    through_float32: widen bfloat16 factors, multiply in float32 and round the result once. Instructions
+    for bfloat16 compute the same, in another order of the sums.
     """
     return (a.float() @ b.float()).to(a.dtype) if through_float32 else a @ b
 
@@ -27,9 +29,7 @@ def product(a: torch.Tensor, b: torch.Tensor, through_float32: bool) -> torch.Te
 def polar_express(x: torch.Tensor, through_float32: bool = False) -> torch.Tensor:
     """Approximate the orthogonal polar factor of every matrix in x, (K, r, c), by five odd polynomial steps."""
 
-    def multiply(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-        return product(a, b, through_float32)
-
+    multiply = partial(product, through_float32=through_float32)
     x = x / (x.norm(dim=(-2, -1), keepdim=True) * 1.02 + 1e-6)
     tall = x.shape[-2] > x.shape[-1]
     for a, b, c in POLAR_EXPRESS:
