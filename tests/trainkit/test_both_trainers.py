@@ -49,12 +49,6 @@ class Kind:
         with signals_kept():
             return tiny.exit_code(self.module.main, self.module.TrainConfig, *self.flags(out, *more))
 
-    def train_until(self, out, step, ranks):
-        """Start it, and return it when that step is in the log."""
-        process = processes.start(self.module.__name__, *self.flags(out), ranks=ranks, folder=out / "output")
-        wait_for_step(process, out, step)
-        return process
-
     def final(self, out):
         return self.runs.final(out, self.steps)
 
@@ -87,7 +81,8 @@ def test_a_run_stopped_and_killed_ends_with_the_same_bits(kind, ranks, uninterru
     """One of two processes may continue it too, which adds in another order."""
     parts = tmp_path / "parts"
     for number, step in ((signal.SIGTERM, 4), (signal.SIGKILL, kind.steps // 2)):
-        process = kind.train_until(parts, step, ranks)
+        process = processes.start(kind.module.__name__, *kind.flags(parts), ranks=ranks, folder=parts / "output")
+        wait_for_step(process, parts, step)
         workers = [pid for rank in process.processes for pid in descendants(rank.pid)]
         if number == signal.SIGTERM:
             os.kill(process.processes[-1].pid, number)  # to one rank

@@ -15,6 +15,7 @@ import tiny
 from processes import signals_kept
 from toy_trainer import ToyConfig, ToyTrainer
 from trainkit_gka import checkpoint, loop
+from trainkit_gka.cli import flag_of
 from trainkit_gka.distributed import Runtime, Stop
 from trainkit_gka.files import locked
 from trainkit_gka.loop import finish_record
@@ -56,9 +57,8 @@ def weights(config):
 
 def as_flags(config):
     """For a process."""
-    flags = {"out": config.out, "results": config.results, "steps": STEPS, "model-tag": "run", "device-type": "cpu"}
-    flags |= {"save-every": 3, "eval-every": 4, "log-every": 1}
-    return [word for name, value in flags.items() for word in (f"--{name}", value)]
+    names = ("out", "results", "steps", "model_tag", "device_type", "save_every", "eval_every", "log_every")
+    return [word for name in names for word in (flag_of(name), getattr(config, name))]
 
 
 @pytest.fixture
