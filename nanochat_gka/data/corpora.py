@@ -37,7 +37,7 @@ SPLIT_NAMES.update(dict.fromkeys(("val", "valid", "validation", "dev"), "val"))
 
 
 class ParquetCorpus:
-    """A folder of parquet files. splits: the names of the files of "train" and "val".
+    """A folder of parquet files. names: all of them. splits: those of "train" and "val".
 
     Raises UserError if the folder is absent or has fewer than two files, if a file is unreadable or has no text in its
     column, or if a split has none.
@@ -51,16 +51,16 @@ class ParquetCorpus:
         if len(names) < 2:
             rule = f"needs at least two .parquet files (the last by name is the validation split), found {len(names)}"
             raise UserError(f"{folder} {rule}; other files of text become such a folder by: {command}")
-        self.folder, self.splits = folder, deal(names)
+        self.folder, self.names, self.splits = folder, names, deal(names)
         last = self.splits["val"][-1]
         if _split_in_name(last) == "train":
             rule = f"{last} is the last file and would be held out, but its name says train"
             raise UserError(f"{folder}: {rule}; 1 % of the text is held out by: {command}")
         for path in self.paths():
             open_parquet(path)
-        for split, names in self.splits.items():
+        for split, chosen in self.splits.items():
             if not any(self.documents(split)):
-                empty = f"column {COLUMN} of {first_names(names)} is empty"
+                empty = f"column {COLUMN} of {first_names(chosen)} is empty"
                 raise UserError(f"{folder} has no text for the {split} split: {empty}")
 
     def paths(self) -> list[Path]:
@@ -79,12 +79,12 @@ class ParquetCorpus:
 
     def print_remarks(self) -> None:
         """Print which files are not read, and how much the last one is, if it is held out and is much."""
-        names = top_parquet(self.folder)
-        if ignored := len(names) - len(self.paths()):
+        if ignored := len(self.names) - len(self.paths()):
             print(f"{self.folder}: {ignored} parquet files are in no split, by their names, and are not read")
-        sizes = [(self.folder / name).stat().st_size for name in names]
-        if self.splits["val"] == names[-1:] and sizes[-1] > MUCH_HELD_OUT * sum(sizes):
-            print(f"{self.folder}: the last file is held out, {names[-1]}: {sizes[-1] / sum(sizes):.0%} of the bytes")
+        sizes = [(self.folder / name).stat().st_size for name in self.names]
+        share = sizes[-1] / sum(sizes)
+        if self.splits["val"] == self.names[-1:] and share > MUCH_HELD_OUT:
+            print(f"{self.folder}: the last file is held out, {self.names[-1]}: {share:.0%} of the bytes")
 
 
 def top_parquet(folder: Path) -> list[str]:

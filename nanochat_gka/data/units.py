@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow.parquet as pq
 
 from nanochat_gka.data.corpora import ParquetCorpus, document_batches, open_parquet
 from nanochat_gka.data.packing import best_fit_rows
@@ -88,20 +87,16 @@ def plan_units(corpus: ParquetCorpus, split_documents: bool = False) -> list[Uni
 
 def _shares(path: Path, cut: bool) -> Iterator[tuple[int, ...]]:
     """Row groups [first, last) for each unit of a training file, and which of how many parts for those that are cut."""
-    file = open_parquet(path)
-    parts = [_parts(file.metadata.row_group(group)) if cut else 1 for group in range(file.num_row_groups)]
+    metadata = open_parquet(path).metadata
+    groups = [metadata.row_group(group) for group in range(metadata.num_row_groups)]
+    sizes = (max(group.num_rows // DOCUMENTS_PER_PART, group.total_byte_size // BYTES_PER_PART) for group in groups)
+    parts = [max(1, min(MOST_PARTS, size)) if cut else 1 for size in sizes]
     for first in range(0, len(parts), ROW_GROUPS_PER_UNIT):
         last = min(first + ROW_GROUPS_PER_UNIT, len(parts))
         if max(parts[first:last]) == 1:
             yield first, last
         else:
             yield from ((g, g + 1, part, parts[g]) for g in range(first, last) for part in range(parts[g]))
-
-
-def _parts(group: pq.RowGroupMetaData) -> int:
-    """How many units a row group is cut into."""
-    usual = max(group.num_rows // DOCUMENTS_PER_PART, group.total_byte_size // BYTES_PER_PART)
-    return max(1, min(MOST_PARTS, usual))
 
 
 def pack_unit(unit: Unit, job: PackJob, tokenizer: Tokenizer) -> dict[str, Any]:
