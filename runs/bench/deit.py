@@ -27,7 +27,7 @@ import torch
 from timm.loss import SoftTargetCrossEntropy
 from torch import nn
 
-from deit_gka.model.accounting import cost_of
+from deit_gka.accounting import cost_of
 from deit_gka.model.attention import GKA
 from deit_gka.model.registry import model_name  # importing it registers the models
 from deit_gka.recipe import Recipe

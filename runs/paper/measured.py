@@ -11,8 +11,8 @@ from typing import Any
 
 import pandas as pd
 
-from deit_gka.model.accounting import ModelCost, vit_cost
-from deit_gka.model.registry import SIZES, model_name
+from deit_gka.accounting import ModelCost, deit_cost
+from deit_gka.model.registry import model_name
 from deit_gka.training.config import TrainConfig as VisionTraining
 from nanochat_gka.accounting import AccountingConfig, account
 from nanochat_gka.core_metric.report import Score, score_of
@@ -78,8 +78,7 @@ def timm_name(label: str) -> str:
 def cost(label: str) -> ModelCost:
     """Parameters and FLOPs of a row of the vision tables."""
     paper_name, size = label.split("-")
-    shape = SIZES[SIZE_NAMES[size.lower()]]
-    return vit_cost(KIND_OF[paper_name], shape["embed_dim"], shape["depth"], shape["num_heads"])
+    return deit_cost(SIZE_NAMES[size.lower()], KIND_OF[paper_name])
 
 
 def vision_run(label: str, runs: list[FinishedRun]) -> FinishedRun | None:
