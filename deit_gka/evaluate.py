@@ -12,35 +12,20 @@ from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal
 
 import torch
 from timm.data import resolve_input_data_config
 from torch import nn
 
+from deit_gka.accounting import cost_of, numel
 from deit_gka.data.batch import ImageBatch
 from deit_gka.data.sources import FORMS, DataParts, ImageSource, located
 from deit_gka.data.sources.base import ignored_text
 from deit_gka.data.sources.classes import numbers_in_model, one_class_text
 from deit_gka.data.transforms import eval_transform, in_words
 from deit_gka.data.workers import WorkerCount, default_workers, evaluation_batches, worker_context
-from deit_gka.model.accounting import cost_of
-from deit_gka.model.checkpoints import (
-    WEIGHTS,
-    about_images,
-    build,
-    check_export,
-    eval_settings,
-    find_checkpoint,
-    is_export,
-    load_file,
-    load_run,
-    open_data,
-    parse_kwargs,
-    recorded,
-    timm_weights,
-    weights_in,
-)
+from deit_gka.model import checkpoints
 from deit_gka.training.engine import evaluate
 from trainkit_gka.cli import Bounds, Count, Group, UserError, flag_of, run
 from trainkit_gka.distributed import Runtime, running
@@ -54,7 +39,7 @@ class EvaluateConfig(DataParts):
 
     run: Path | None = None
     """The run's folder, one checkpoint folder in it, or an exported folder."""
-    weights: list[Literal["ema", "model"]] = field(default_factory=lambda: list(WEIGHTS))
+    weights: list[Literal["ema", "model"]] = field(default_factory=lambda: list(checkpoints.WEIGHTS))
     """Which weights of the run: the average, the raw ones, or both."""
     best: bool = False
     """Take the run's checkpoint with the best accuracy instead of the newest."""
@@ -67,8 +52,8 @@ class EvaluateConfig(DataParts):
     pretrained: bool = False
     """Take timm's weights for --model."""
     data: Annotated[str, Group.DATA] = ""
-    """A folder with train/ and val/ (class folders, or webdataset tars), hf:NAME_OR_PATH, hf-stream:NAME_OR_PATH,
-    wds:FOLDER or digits. Empty = what the run was trained on."""
+    """A folder with train/ and val/ (class folders or tars), hf:NAME, hf-stream:NAME, wds:FOLDER or digits; empty = the
+    run's."""
     split: Annotated[Literal["val", "train"], Group.DATA] = "val"
     """Which images to evaluate on."""
     crop_pct: Annotated[float, Bounds(0, 1, open_least=True, other=(-1, "the run's"))] = -1.0
@@ -100,15 +85,14 @@ def check(config: EvaluateConfig) -> None:
 def completed(config: EvaluateConfig) -> tuple[EvaluateConfig, str]:
     """The config with the data that the run was trained on where none is named, and a warning.
 
-    The parts of the data (splits, columns) are the run's too if the data is. Raises UserError for an exported folder
-    without data.
+    Their parts (splits, columns) are the run's too. Raises UserError for an exported folder without data.
     """
     run, chosen = config.run, config.given_parts()
-    if run is None or (config.data and is_export(run)):
+    if run is None or (config.data and checkpoints.is_export(run)):
         return config, ""
-    if is_export(run):
+    if checkpoints.is_export(run):
         raise UserError(f"--data is missing: {run} is an exported model, which does not say where its images are")
-    state = find_checkpoint(run, config.best).state
+    state = checkpoints.find_checkpoint(run, config.best).state
     data, parts = state["trained_on"], state["parts"]
     if config.data and located(config.data) != data:
         unused = " ".join(f"{flag_of(name)} {value}" for name, value in parts.items() if name not in chosen)
@@ -117,69 +101,60 @@ def completed(config: EvaluateConfig) -> tuple[EvaluateConfig, str]:
     return replace(config, data=config.data or data, **{**parts, **chosen}), ""
 
 
-class Models(NamedTuple):
-    """One model, with one or several sets of weights."""
+def load_models(
+    config: EvaluateConfig, device: torch.device
+) -> tuple[dict[str, nn.Module], dict[str, Any], Sequence[str]]:
+    """(models by name, arguments of `eval_transform`, names of their classes, in their order, if they are known).
 
-    by_name: dict[str, nn.Module]
-    settings: dict[str, Any]  # arguments of eval_transform
-    classes: Sequence[str]  # names, in the model's order; empty if they are not recorded
-
-    def numbers(self, data_classes: Sequence[str], data: str, name: str) -> tuple[list[int], str]:
-        """See `numbers_in_model`. Raises UserError also if the model has another number of classes than the data."""
-        count = len(self.classes) or next(iter(self.by_name.values())).num_classes
-        if count != len(data_classes):
-            raise UserError(f"{name} was trained on {count} classes but {data} has {len(data_classes)}")
-        return numbers_in_model(data_classes, data, self.classes, name)
-
-
-def load_models(config: EvaluateConfig, device: torch.device) -> Models:
-    """The models to evaluate: of a run with every one of --weights that it has, of an exported folder, or timm's.
-
-    Raises UserError.
+    Of a run there is one with each of --weights that it has; else there is one model. Raises UserError.
     """
     run = config.run
-    if run is not None and not is_export(run):
-        checkpoint = find_checkpoint(run, config.best)
-        about = about_images(checkpoint.state)
-        available = [name for name in config.weights if name in weights_in(checkpoint)]
-        models = {name: load_run(checkpoint, name, device) for name in available or config.weights}
-        classes = checkpoint.state["classes"]
+    if run is not None and not checkpoints.is_export(run):
+        checkpoint = checkpoints.find_checkpoint(run, config.best)
+        classes, about = checkpoint.state["classes"], checkpoints.about_images(checkpoint.state)
+        available = [name for name in config.weights if name in checkpoints.weights_in(checkpoint)]
+        models = {name: checkpoints.load_run(checkpoint, name, device) for name in available or config.weights}
     else:
         if run is not None:
-            check_export(run)
-            name, model = run.name, timm_weights(f"local-dir:{run}", "--run")
-            classes, _ = recorded(run)
+            checkpoints.check_export(run)
+            name, model = run.name, checkpoints.timm_weights(f"local-dir:{run}", "--run")
+            classes, _ = checkpoints.recorded(run)
         else:
-            name, arguments = config.model, parse_kwargs(config.model_kwargs)
-            model = build(name, pretrained=config.checkpoint is None, **arguments)
+            name = config.model
+            model = checkpoints.build(
+                name, pretrained=config.checkpoint is None, **checkpoints.parse_kwargs(config.model_kwargs)
+            )
             classes = model.pretrained_cfg.get("label_names") or ()
             if config.checkpoint is not None:
-                load_file(config.checkpoint, model)
-                classes, _ = recorded(config.checkpoint)
+                checkpoints.load_file(config.checkpoint, model)
+                classes, _ = checkpoints.recorded(config.checkpoint)
         models, about = {name: model.to(device).eval()}, resolve_input_data_config(model)
-    return Models(models, {"input_size": tuple(about["input_size"][-2:]), **eval_settings(about)}, classes)
+    return models, {"input_size": tuple(about["input_size"][-2:]), **checkpoints.eval_settings(about)}, classes
 
 
-def measure(config: EvaluateConfig, runtime: Runtime) -> dict[str, dict]:
-    """Accuracy, speed and cost of every model, by name, from one pass over the images."""
+def measure(config: EvaluateConfig, runtime: Runtime, data_note: str) -> dict[str, dict]:
+    """Accuracy, speed and cost of every model, by name, from one pass over the images. Prints the note, too."""
     num_workers = default_workers() if config.num_workers < 0 else config.num_workers
     if num_workers:
         worker_context(config.data)
-    source = runtime.agree(lambda: open_data(config.data, config.split, config.run, config))
-    loaded = runtime.agree(lambda: load_models(config, runtime.device))
-    models, settings = loaded.by_name, loaded.settings
-    name = str(config.run or config.model)
-    numbers, note = runtime.agree(lambda: loaded.numbers(source.classes, config.data, name))
-    if note and runtime.is_main:
-        print(note, file=sys.stderr)
+    source = runtime.agree(lambda: checkpoints.open_data(config.data, config.split, config.run, config))
+    models, settings, classes = runtime.agree(lambda: load_models(config, runtime.device))
+    name, count = config.run or config.model, len(classes) or next(iter(models.values())).num_classes
+
+    def numbers_of_classes() -> tuple[list[int], str]:
+        if count != len(source.classes):
+            raise UserError(f"{name} was trained on {count} classes but {config.data} has {len(source.classes)}")
+        return numbers_in_model(source.classes, config.data, classes, str(name))
+
+    numbers, note = runtime.agree(numbers_of_classes)
     if config.crop_pct != -1:
         settings["crop_pct"] = config.crop_pct
-    for text in (one_class_text(source.classes), ignored_text(source) if isinstance(source, ImageSource) else ""):
+    warnings = [one_class_text(source.classes), ignored_text(source) if isinstance(source, ImageSource) else ""]
+    for text in (data_note, note, *(f"warning: {text}" for text in warnings if text)):
         if text and runtime.is_main:
-            print(f"warning: {text}", file=sys.stderr)
+            print(text, file=sys.stderr)
     transform = eval_transform(**settings)
     loader = evaluation_batches(source, transform, runtime, config.device_batch_size, num_workers, numbers)
-    broken: list[tuple[str, str]] = []
     started = time.perf_counter()
     with closing(loader), progress_bar() as bar:
         total = -(-len(source) // runtime.world_size)
@@ -187,19 +162,18 @@ def measure(config: EvaluateConfig, runtime: Runtime) -> dict[str, dict]:
 
         def advance(batch: ImageBatch) -> None:
             bar.advance(task, len(batch.labels))
-            broken.extend(batch.broken)
+            for image, reason in batch.broken:
+                print(f"warning: {image} cannot be read ({reason}); left out", file=sys.stderr)
 
         results = evaluate(models, loader, runtime, config.amp, advance)
     seconds = time.perf_counter() - started
-    for name, reason in broken:
-        print(f"warning: {name} cannot be read ({reason}); left out", file=sys.stderr)
     metrics = {}
     for name, values in results.items():
         cost, speed = cost_of(models[name]), values["images"] / seconds
         metrics[name] = {
             **values,
             "images_per_second": speed,
-            "parameters": sum(parameter.numel() for parameter in models[name].parameters()),
+            "parameters": numel(models[name]),
             "flops": cost.flops if cost else None,
             "crop_pct": settings["crop_pct"],
             "preprocessing": in_words(transform),
@@ -214,10 +188,8 @@ def measure(config: EvaluateConfig, runtime: Runtime) -> dict[str, dict]:
 def main(config: EvaluateConfig) -> None:
     check(config)
     with running(config.device_type) as runtime:
-        config, note = runtime.agree(functools.partial(completed, config))
-        if note and runtime.is_main:
-            print(note, file=sys.stderr)
-        metrics = measure(config, runtime)
+        config, data_note = runtime.agree(functools.partial(completed, config))
+        metrics = measure(config, runtime, data_note)
         if runtime.is_main:
             about = {"run": config.run.resolve().name if config.run else None, "model": config.model or None}
             about |= {"data": config.data, "split": config.split, **config.given_parts()}

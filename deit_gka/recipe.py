@@ -77,19 +77,15 @@ class Recipe:
     three_augment: Annotated[bool, Group.AUGMENTATION] = False
     """Make every image grey, solarised or blurred, in place of --aa and --reprob (paper: no; DeiT III: yes)."""
     src: Annotated[bool, Group.AUGMENTATION] = False
-    """With --three-augment: a simple random crop, not a resized one (paper: no; DeiT III: for ImageNet-21k and
-    fine-tuning)."""
+    """With --three-augment: a simple random crop, not a resized one (paper: no; DeiT III: for ImageNet-21k)."""
     color_jitter: Annotated[float, Bounds(0), Group.AUGMENTATION] = 0.3
-    """With --three-augment: brightness, contrast and saturation change by up to this; 0 = none (DeiT: 0.3; timm's --aa
-    leaves no room for it)."""
+    """With --three-augment: brightness, contrast and saturation change by up to this; 0 = none (DeiT: 0.3)."""
     bce_loss: Annotated[bool, Group.OPTIMISER] = False
-    """Use binary cross entropy, with a 1 for every class of a mixed image; needs --smoothing 0 (paper: no; DeiT
-    III: yes)."""
+    """Binary cross entropy, a 1 for every class of a mixed image; needs --smoothing 0 (paper: no; DeiT III: yes)."""
 
     # Distillation, none in the paper
     distillation_type: Annotated[Literal["none", "soft", "hard"], Group.MODEL] = "none"
-    """What the distillation token learns of a teacher; hard: its choice, soft: its probabilities (paper: none; DeiT:
-    hard is best)."""
+    """What the distillation token learns of a teacher: its choice (hard, DeiT's best) or probabilities (soft)."""
     teacher_model: Annotated[str, Group.MODEL] = "regnety_160.deit_in1k"
     """Any timm name, or the folder of a run or export (DeiT: this RegNetY). It sees images normalised as its own were,
     and resized if it takes one size only."""
@@ -102,16 +98,13 @@ class Recipe:
 
     # Model
     drop_path: Annotated[float, Bounds(0, 1, open_most=True, other=(-1, "the paper's")), Group.MODEL] = -1.0
-    """Stochastic depth of the last block; -1 = by size, 0 for models that are not DeiT or ViT (paper: 0.1 for Ti
-    and S, 0.2 for B)."""
+    """Stochastic depth of the last block; -1 = by size: 0.1 for Ti and S, 0.2 for B (paper), 0 if not DeiT or ViT."""
 
     # Weights that are reported
     model_ema_decay: Annotated[Share, Group.OPTIMISER] = 0.99996
-    """Decay of the weight average per update; 0 = no average (paper: 0.99996, and EMA top-1; its DeiT figures are those
-    that DeiT published, without EMA)."""
+    """Decay of the weight average per update; 0 = no average (paper: 0.99996; its DeiT figures have none)."""
     model_ema_warmup: Annotated[bool, Group.OPTIMISER] = True
-    """Average plainly until 1/(1-decay) updates: the same after 300 epochs, and without it short runs report their
-    random start."""
+    """Average plainly until 1/(1-decay) updates; without it short runs report their random start."""
 
     # Evaluation and arithmetic
     crop_pct: Annotated[float, Bounds(0, 1, open_least=True), Group.LOGGING] = 0.875
@@ -124,23 +117,21 @@ class Recipe:
     def check(self) -> None:
         """Raises UserError for values that make no sense."""
         check_bounds(self)
-        for name in ("batch_size", "group_size"):
-            if getattr(self, name) % 2:
-                raise UserError(f"{flag_of(name)} must be even: images are mixed in pairs; got {getattr(self, name)}")
-        for name in ("scale", "ratio"):
-            if getattr(self, name)[0] > getattr(self, name)[1]:
-                raise UserError(f"--{name} must be two rising values; got {getattr(self, name)}")
-        if self.bce_loss and self.smoothing:
-            reason = "--bce-loss counts every class with a target above 0, and smoothing puts all of them there"
-            raise UserError(f"{reason}: pass --smoothing 0; got {self.smoothing}")
-        if self.src and not self.three_augment:
-            raise UserError("--src is the crop of --three-augment; give both or neither")
-        if not self.warmup_epochs <= self.epochs:
-            raise UserError(f"--warmup-epochs must be at most --epochs {self.epochs}; got {self.warmup_epochs}")
-        for name in ("min_lr", "warmup_lr"):
-            if getattr(self, name) > self.scaled_lr:
-                peak = f"the peak learning rate, --lr x --batch-size / 1024 = {self.scaled_lr:.3g}"
-                raise UserError(f"{flag_of(name)} must be at most {peak}; got {getattr(self, name)}")
+        even, peak = "even: images are mixed in pairs", "the peak learning rate, --lr x --batch-size / 1024"
+        below_peak = f"at most {peak} = {self.scaled_lr:.3g}"
+        for name, wrong, rule in (
+            ("batch_size", self.batch_size % 2, even),
+            ("group_size", self.group_size % 2, even),
+            ("scale", self.scale[0] > self.scale[1], "two rising values"),
+            ("ratio", self.ratio[0] > self.ratio[1], "two rising values"),
+            ("smoothing", self.bce_loss and self.smoothing, "0 with --bce-loss: it gives every class a target"),
+            ("three_augment", self.src and not self.three_augment, "on with --src, which is its crop"),
+            ("warmup_epochs", self.warmup_epochs > self.epochs, f"at most --epochs {self.epochs}"),
+            ("min_lr", self.min_lr > self.scaled_lr, below_peak),
+            ("warmup_lr", self.warmup_lr > self.scaled_lr, below_peak),
+        ):
+            if wrong:
+                raise UserError(f"{flag_of(name)} must be {rule}; got {getattr(self, name)}")
 
     @property
     def scaled_lr(self) -> float:

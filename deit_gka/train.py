@@ -3,8 +3,8 @@
     python -m deit_gka.train --data digits --input-size 32 --batch-size 64 --epochs 2 --warmup-epochs 1
     python -m trainkit_gka.torchrun --standalone --nproc-per-node 7 -m -- deit_gka.train --data /imagenet
 
-In run order: data, model and optimiser; an update; what a checkpoint keeps; evaluations; the run's numbers. The flags
-are in `training/config.py`, with the recipe; `trainkit_gka/loop.py` is the loop around all of it.
+In run order: data, model and optimiser; an update; the contents of a checkpoint; evaluations; the run's numbers. The
+flags are in `training/config.py`, with the recipe; `trainkit_gka/loop.py` is the loop around all of it.
 
 An update is a fixed set of images, dealt to the processes as evenly as possible and accumulated where they do not fit,
 so any number of GPUs trains on the same batches; only the draws of stochastic depth depend on it.
@@ -20,28 +20,21 @@ from typing import Any
 import torch
 from rich.progress import Progress
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
+from deit_gka.accounting import cost_of, numel
 from deit_gka.data.batch import ImageBatch
 from deit_gka.data.workers import BatchLoader
-from deit_gka.model.accounting import cost_of
 from deit_gka.model.attention import operators_of
-from deit_gka.model.checkpoints import build, describe
+from deit_gka.model.checkpoints import build
 from deit_gka.model.warm_start import check_same, fingerprint, read_start, warm_start
 from deit_gka.training.broken import BrokenList, best
 from deit_gka.training.config import TrainConfig
-from deit_gka.training.distillation import Objective, load_teacher, prepare_student
-from deit_gka.training.engine import (
-    Mixer,
-    accumulate_gradients,
-    bandwidths,
-    compiled_and_joined,
-    evaluate,
-    wrong_bandwidths,
-)
-from deit_gka.training.images import RunImages
-from deit_gka.training.meter import UPDATES_NOT_TIMED, Fetch, Meter
+from deit_gka.training.distillation import Objective, load_teacher
+from deit_gka.training.engine import Mixer, accumulate_gradients, bandwidths, evaluate
+from deit_gka.training.images import Fetch, Meter, RunImages
 from deit_gka.training.optim import load_state_tensors, make_average, make_optimizer, make_schedule, state_tensors
-from deit_gka.training.reports import ACCURACY_KEYS, EVAL_KEYS, accuracy_text, epoch_text, opening_lines
+from gka import bandwidth_warnings
 from trainkit_gka import cli, compiling
 from trainkit_gka.checkpoint import Checkpoint
 from trainkit_gka.cli import UserError
@@ -52,6 +45,9 @@ from trainkit_gka.trainer import Contents, Evaluation
 from trainkit_gka.trainer import Trainer as BaseTrainer
 
 TRAINING = 3  # times the FLOPs of a forward pass: backward takes two
+UPDATES_NOT_TIMED = 3  # compilation, and the workers' start
+EVAL_KEYS = ("epoch", "images", "broken")  # of the record of a complete evaluation, beside its metric
+ACCURACY_KEYS = ("top1", "top5", "loss", "ema_top1", "ema_top5", "ema_loss", "images", "broken")
 
 
 class Trainer(BaseTrainer):
@@ -65,9 +61,8 @@ class Trainer(BaseTrainer):
         super().__init__(config, runtime)
         # Data
         self.images = RunImages(config, runtime, self.folder)
-        self.pieces, classes = self.images.order.pieces, self.images.classes
-        self.steps_per_epoch = self.images.order.steps_per_epoch
-        self.steps = config.epochs * self.steps_per_epoch
+        self.pieces, self.steps_per_epoch = self.images.order.pieces, self.images.order.steps_per_epoch
+        self.steps, classes = config.epochs * self.steps_per_epoch, self.images.classes
         # Model
         automatic = "max-autotune" if runtime.device.type == "cuda" else compiling.OFF
         self.compile_mode = compiling.mode("--compile", config.compile, automatic, runtime)
@@ -75,9 +70,12 @@ class Trainer(BaseTrainer):
         drop_path = config.drop_path_of(config.model)
         settings = {**({"drop_path_rate": drop_path} if drop_path else {}), **self.kwargs}
         self.model = build(config.model, len(classes), config.input_size, **settings).to(runtime.device)
-        prepare_student(self.model, config, config.model)
         teacher = None
         if config.distillation_type != "none":
+            if not hasattr(self.model, "set_distilled_training"):
+                needs = "needs a model with a distillation token, such as deit_tiny_gka_distilled_patch16_224"
+                raise UserError(f"--distillation-type {config.distillation_type} {needs}; --model is {config.model}")
+            self.model.set_distilled_training(True)  # the outputs of both heads
             teacher = load_teacher(config, classes).to(runtime.device)
         if config.grad_checkpointing:
             self.model.set_grad_checkpointing(True)
@@ -128,9 +126,25 @@ class Trainer(BaseTrainer):
     # Before the first update
 
     def announce(self) -> dict[str, Any]:
-        operators = operators_of(self.model)
-        for line in opening_lines(self.config, self.runtime, self.model, self.images, operators):
-            self.runtime.print(line)
+        config, images, order, device = self.config, self.images, self.images.order, self.runtime.device
+        parameters, cost, operators = numel(self.model), cost_of(self.model), operators_of(self.model)
+        attention = f", attention {config.attention}" if config.attention else ""
+        flops = f", {cost.flops / 1e9:.4g} GFLOPs an image" if cost else ""
+        counts = f"{len(images.train_set):,} training and {len(images.val_set):,} validation images"
+        updates = f"{order.steps_per_epoch:,} updates of {config.batch_size:,} images"
+        pieces = f"{len(order.pieces)} x {len(order.pieces[0].places)} images each"
+        printed = self.runtime.print
+        printed(f"{config.model}{attention}: {parameters:,} parameters{flops}")
+        printed(f"{config.data}: {counts} in {len(images.classes)} classes")
+        printed(
+            f"{config.epochs} epochs of {updates}: {self.runtime.world_size} x {device.type}, {pieces}; "
+            f"peak learning rate {config.scaled_lr:.4g}; {images.num_workers} loading workers each"
+        )
+        if operators:
+            printed(f"Gaussian kernel attention by {', '.join(operators)}")
+        on_gpu = device.type == "cuda"
+        if config.amp in ("auto", "bfloat16") and on_gpu and torch.cuda.get_device_capability(device) < (8, 0):
+            printed("note: this GPU has no instructions for bfloat16 (it is older than the A100); try --amp float16")
         return {"operators": operators, "initial_weights": self.initial_weights}
 
     # An update
@@ -138,7 +152,12 @@ class Trainer(BaseTrainer):
     @cached_property
     def network(self) -> nn.Module:
         """`model` as it is trained, with the gradients of all processes: made, on all of them, for the first update."""
-        network = compiled_and_joined(self.model, self.compile_mode, self.runtime)
+        network, device = self.model, self.runtime.device
+        if self.compile_mode != compiling.OFF:
+            network = torch.compile(network, mode=self.compile_mode, dynamic=False)
+        if self.runtime.world_size > 1:
+            ids = [device.index] if device.type == "cuda" else None
+            network = DistributedDataParallel(network, device_ids=ids, gradient_as_bucket_view=True)
         if len(self.pieces) > 1:  # gradients outlive a backward: not in memory that CUDA graphs use again
             for parameter in self.model.parameters():
                 parameter.grad = torch.zeros_like(parameter)
@@ -199,42 +218,39 @@ class Trainer(BaseTrainer):
             raise self.diverged("the weights are not finite") from None
 
     def diverged(self, reason: str, details: str = "", consequence: str = "") -> UserError:
-        sigma = [value for _, values in bandwidths(self.model) for value in values]
-        details += f" (learning rate {self.learning_rate():.3g}"
-        details += f", sigma between {min(sigma):.3g} and {max(sigma):.3g})" if sigma else ")"
-        return super().diverged(reason, details, consequence)
-
-    def learning_rate(self) -> float:
-        """The learning rate of the last update."""
-        return self.optimizer.param_groups[0]["lr"]
+        sigma = [value for *_, values in bandwidths(self.model) for value in values]
+        spread = f", sigma between {min(sigma):.3g} and {max(sigma):.3g}" if sigma else ""
+        rate = self.optimizer.param_groups[0]["lr"]
+        return super().diverged(reason, f"{details} (learning rate {rate:.3g}{spread})", consequence)
 
     def status(self, numbers: dict[str, float]) -> str:
         epoch, speed = self.state["step"] / self.steps_per_epoch, self.speed(self.recent)["images_per_second"]
         return f"epoch {epoch:.1f}/{self.config.epochs}  loss {numbers['loss']:.4f}  {rate(speed, 'img/s')}"
 
     def describe(self, numbers: dict[str, float]) -> tuple[str, dict[str, Any]]:
-        step, epoch, lr = self.state["step"], self.state["step"] / self.steps_per_epoch, self.learning_rate()
+        step, epoch = self.state["step"], self.state["step"] / self.steps_per_epoch
+        lr = self.optimizer.param_groups[0]["lr"]  # of the last update
         text = f"update {step:06d}/{self.steps:06d} | epoch {epoch:.2f} | loss {numbers['loss']:.4f} | lr {lr:.3e}"
         text += f" | grad norm {numbers['grad_norm']:.2f}"
-        speed = self.speed(self.recent)
-        if speed["images_per_second"]:
-            text += f" | {rate(speed['images_per_second'], 'img/s')}, {speed['waiting']:.0%} waiting for images"
-            text += self.memory_text()
-        self.recent = Meter()
+        speed, self.recent = self.speed(self.recent), Meter()
+        text += self.speed_text(speed)
+        if speed["waiting"] is not None:
+            text += f" | {speed['waiting']:.0%} waiting for images"
         return text, {**numbers, "lr": lr, "weight_decay": self.config.weight_decay, "epoch": epoch, **speed}
 
     def work(self) -> tuple[str, int, float | None]:
         cost = cost_of(self.model)
         return "images", self.config.batch_size, TRAINING * cost.flops if cost else None
 
-    # What a checkpoint keeps
+    # The contents of a checkpoint
 
     def contents(self) -> Contents:
         """All randomness is a function of the seed and the update's number: no state of a random generator is here."""
-        average = {} if self.average is None else {"ema": self.average.module.state_dict()}
+        config, average = self.config, {} if self.average is None else {"ema": self.average.module.state_dict()}
+        shape = {"num_classes": len(self.images.classes), "input_size": config.input_size}
         tensors = {"model": self.model.state_dict(), **average, "optimizer": state_tensors(self.optimizer, self.model)}
         about = {
-            "model": describe(self.config.model, len(self.images.classes), self.config, self.kwargs),
+            "model": {"name": config.model, **shape, "kwargs": self.kwargs},  # from which `load_run` builds it
             **self.images.about(),
             "initial_weights": self.initial_weights,
             "meter": asdict(self.meter),
@@ -256,7 +272,10 @@ class Trainer(BaseTrainer):
         if self.runtime.any(self.runtime.is_main and is_best):  # the others do not read the log
             self.save("best", leave_out=self.NOT_IN_BEST, keep=1, again=True)  # may hold an earlier history's
         speed, sigma, broken = self.speed(self.meter), self.sigma(), self.state["broken"]
-        text = f"epoch {epoch}/{self.config.epochs} | {epoch_text(values, speed, sigma)}{self.memory_text()}"
+        text = f"epoch {epoch}/{self.config.epochs} | {accuracy_text(values)}"
+        if heads := [value for layer in sigma.values() for value in layer]:
+            text += f" | sigma {min(heads):.2f}-{max(heads):.2f}"
+        text += self.speed_text(speed)
         text += f"\nbroken training images replaced {broken} times so far" if broken else ""
         more = {"memory_mib": self.memory(), "sigma": sigma, "broken_train": broken}
         log.log("eval", self.state["step"], text, epoch=epoch, **values, **speed, **more)
@@ -282,7 +301,10 @@ class Trainer(BaseTrainer):
         return {key: values[key] for key in ACCURACY_KEYS if key in values}
 
     def warnings(self) -> dict[str, str]:
-        return wrong_bandwidths(self.model)
+        warnings = {}
+        for number, layer, sigma in bandwidths(self.model):
+            warnings |= bandwidth_warnings(number, sigma, layer.head_dim, "--lr")
+        return warnings
 
     # The run's numbers
 
@@ -290,7 +312,7 @@ class Trainer(BaseTrainer):
         evaluations, cost = log.records("eval", *EVAL_KEYS, self.metric), cost_of(self.model)
         last, highest = evaluations[-1], best(evaluations, self.metric)
         numbers = {
-            "parameters": sum(parameter.numel() for parameter in self.model.parameters()),
+            "parameters": numel(self.model),
             "flops": cost.flops if cost else None,
             **{key: last[key] for key in ACCURACY_KEYS if key in last},
             "best": {"metric": self.metric, "value": highest[self.metric], "epoch": highest["epoch"]},
@@ -299,23 +321,32 @@ class Trainer(BaseTrainer):
             "broken_train": self.state["broken"],
             "sigma": self.sigma(),
         }
-        speed = numbers["images_per_second"]
-        return numbers, accuracy_text(numbers) + (f" | {rate(speed, 'img/s')}" if speed else "")
+        return numbers, accuracy_text(numbers) + self.speed_text(numbers)
 
     def speed(self, meter: Meter) -> dict[str, float | None]:
         """Images per second and the part of the time spent waiting, over all processes."""
         return meter.rates(max(1, self.images.num_workers) * self.runtime.world_size)
 
+    def speed_text(self, speed: dict[str, Any]) -> str:
+        """Speed and peak GPU memory, where they are known."""
+        text = f" | {rate(speed['images_per_second'], 'img/s')}" if speed["images_per_second"] else ""
+        return text + (f" | {memory:,.0f} MiB" if (memory := self.memory()) else "")
+
     def memory(self) -> float:
         """Peak GPU memory of this process in MiB; 0 on a CPU."""
         return torch.cuda.max_memory_allocated() / 2**20 if self.runtime.device.type == "cuda" else 0.0
 
-    def memory_text(self) -> str:
-        return f" | {self.memory():,.0f} MiB" if self.runtime.device.type == "cuda" else ""
-
     def sigma(self) -> dict[str, list[float]]:
         """Learned bandwidths of the GKA layers, per head."""
-        return {f"layer_{layer}": [round(value, 4) for value in values] for layer, values in bandwidths(self.model)}
+        return {f"layer_{layer}": [round(value, 4) for value in values] for layer, _, values in bandwidths(self.model)}
+
+
+def accuracy_text(values: dict[str, Any]) -> str:
+    """Accuracy and loss of the raw weights and, in the same order, of the average; and how many images are broken."""
+    text = f"top-1 {values['top1']:.2f} top-5 {values['top5']:.2f} loss {values['loss']:.3f}"
+    if "ema_top1" in values:
+        text += f" | EMA {values['ema_top1']:.2f} {values['ema_top5']:.2f} {values['ema_loss']:.3f}"
+    return text + (f" | on {values['images']:,} images, {values['broken']} more are broken" if values["broken"] else "")
 
 
 def main(config: TrainConfig) -> None:

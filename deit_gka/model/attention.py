@@ -19,7 +19,7 @@ from gka.bandwidth import at_least_float32
 
 
 class Softmax(Attention):
-    """timm's attention with spatial offsets of the values ("" = none), an option of all our kinds."""
+    """timm's attention with spatial offsets of the values (offsets.py; "" = none), an option of all our kinds."""
 
     kind = "softmax"
     SETTINGS = ("spatial_offsets",)
@@ -28,16 +28,16 @@ class Softmax(Attention):
         super().__init__(dim, num_heads, qkv_bias=qkv_bias, **arguments)
         self.offsets = SpatialOffsets(spatial_offsets, num_heads) if spatial_offsets else None
         if self.offsets:
-            placed = dict(device=arguments.get("device"), dtype=arguments.get("dtype"))
+            placed = {name: arguments.get(name) for name in ("device", "dtype")}
             self.qkv = ValueOffsetProjection(dim, qkv_bias, self.offsets, num_heads, **placed)
 
 
 class TimmAttention(nn.Module):
     """Base of our kinds: the call, dropout, and the path that builds W for hooks, masks and attention dropout.
 
-    A subclass gives `mix` (fused: the heads' outputs, (B, N, H, D)), `logits` (of W, (B, H, N, N)) and `own_values` (of
-    each token, (B, N, H, D)), and has a `proj`. Like timm's own attention it builds W when `set_fused_attn(False)`
-    was called before the model was built; W then passes through `attn_drop`, where timm's AttentionExtract finds it.
+    A subclass has `mix` (fused: the heads' outputs, (B, N, H, D)), `logits` (of W, (B, H, N, N)) and `proj`. Like
+    timm's own attention it builds W when `set_fused_attn(False)` was called before the model was built; W then passes
+    through `attn_drop`, where timm's AttentionExtract finds it.
     """
 
     kind: ClassVar[str]
@@ -49,10 +49,7 @@ class TimmAttention(nn.Module):
         self, attn_drop=0.0, proj_drop=0.0, qk_norm=False, scale_norm=False, spatial_offsets="", qkv_bias=False,
         norm_layer=None,
     ) -> None:  # fmt: skip
-        """Take the arguments that every kind has, most of them timm's; qkv_bias and norm_layer have no effect.
-
-        spatial_offsets: the neighbour that gives a token its value, a letter per head (offsets.py); "" = none.
-        """
+        """Take the arguments that every kind has, most of them timm's; qkv_bias and norm_layer have no effect."""
         if qk_norm or scale_norm:
             raise ValueError(f"{type(self).__name__} has no qk_norm or scale_norm: leave both False")
         self.fused_attn = use_fused_attn()
@@ -72,8 +69,9 @@ class TimmAttention(nn.Module):
         return self.proj_drop(self.proj(y.flatten(2)))
 
     def values(self, heads: torch.Tensor) -> torch.Tensor:
-        """The values that W mixes, after spatial offsets, (B, N, H, D)."""
-        values = self.own_values(heads)
+        """The values that W mixes: features, with VLT's bias and after spatial offsets, (B, N, H, D)."""
+        bias = getattr(self, "value_bias", None)
+        values = heads if bias is None else heads + bias.unflatten(-1, (self.num_heads, -1))
         return values if self.offsets is None else self.offsets(values)
 
 
@@ -89,21 +87,11 @@ class GKA(TimmAttention, GaussianKernelAttention):
     kind = "gka"
     SETTINGS = ("sigma_squared", "channel_bandwidths", "impl", "spatial_offsets")
 
-    def __init__(
-        self,
-        dim: int,
-        num_heads: int = 8,
-        proj_bias: bool = True,
-        sigma_squared: float | None = None,
-        channel_bandwidths: bool = False,
-        impl: str = "auto",
-        device=None,
-        dtype=None,
-        **shared,
-    ):
-        settings = dict(sigma_squared=sigma_squared, channel_bandwidths=channel_bandwidths, impl=impl)
-        GaussianKernelAttention.__init__(self, dim, num_heads, bias=proj_bias, **settings)
-        self._init_shared(**shared)
+    def __init__(self, dim: int, num_heads: int = 8, proj_bias: bool = True, device=None, dtype=None, **settings):
+        kernel = settings.keys() & {"sigma_squared", "channel_bandwidths", "impl"}
+        kernel = {name: settings.pop(name) for name in kernel}
+        GaussianKernelAttention.__init__(self, dim, num_heads, bias=proj_bias, **kernel)
+        self._init_shared(**settings)
         self.to(device=device)
         self.proj.to(dtype=dtype)
 
@@ -114,25 +102,15 @@ class GKA(TimmAttention, GaussianKernelAttention):
             if self.log_scale is not None:
                 self.log_scale.zero_()
 
-    def reset_parameters(self) -> None:
-        """Refill everything, for example after building on the meta device."""
-        super().reset_parameters()
-        self.init_weights()
-
     def _log_sigma(self) -> torch.Tensor:
         return at_least_float32(self.log_sigma)
 
-    def own_values(self, heads):
-        return heads
-
     def mix(self, x, heads, attn_mask, is_causal):
-        values_are_features = self.offsets is None and self.log_scale is None
-        values = None if values_are_features else self.values(heads)
+        values = None if self.offsets is None and self.log_scale is None else self.values(heads)
         mask = dict(causal=is_causal, attn_mask=attn_mask)
         return gaussian_attention(self.scaled(heads), self._log_sigma(), values=values, impl=self.impl, **mask)
 
-    def logits(self, x, heads):
-        # In logs, so that a mask that hides a token from itself leaves something to normalise.
+    def logits(self, x, heads):  # in logs, so that a mask that hides a token from itself leaves something to normalise
         features = self.scaled(heads)
         return log_kernel(features, features, self._log_sigma())
 
@@ -147,22 +125,11 @@ class VLT(TimmAttention):
     kind = "vlt"
     SETTINGS = ("value_bias", "spatial_offsets")
 
-    def __init__(
-        self,
-        dim: int,
-        num_heads: int = 8,
-        qkv_bias: bool = False,
-        proj_bias: bool = True,
-        value_bias: bool = True,
-        device=None,
-        dtype=None,
-        **shared,
-    ):
+    def __init__(self, dim: int, num_heads: int = 8, qkv_bias=False, proj_bias=True, value_bias=True, **shared):
         super().__init__()
         if num_heads < 1 or dim % num_heads:
             raise ValueError(f"num_heads must divide dim, got dim={dim} and num_heads={num_heads}")
-        placed = dict(device=device, dtype=dtype)
-        self.num_heads = num_heads
+        placed, self.num_heads = {name: shared.pop(name, None) for name in ("device", "dtype")}, num_heads
         self.qk = nn.Linear(dim, 2 * dim, bias=qkv_bias, **placed)
         self.value_bias = nn.Parameter(torch.zeros(dim, **placed)) if qkv_bias and value_bias else None
         self._init_shared(**shared)
@@ -178,15 +145,12 @@ class VLT(TimmAttention):
         self.proj.reset_parameters()
         self.init_weights()
 
-    def own_values(self, heads):
-        return heads if self.value_bias is None else heads + self.value_bias.unflatten(-1, (self.num_heads, -1))
-
     def _queries_and_keys(self, x):
         return self.qk(x).unflatten(-1, (2, self.num_heads, -1)).unbind(2)  # (B, N, H, D) each
 
     def mix(self, x, heads, attn_mask, is_causal):
         queries, keys = self._queries_and_keys(x)
-        return mix_dot_product(queries, keys, self.values(heads).to(queries.dtype), attn_mask, is_causal)
+        return mix_dot_product(queries, keys, self.values(heads), attn_mask, is_causal)
 
     def logits(self, x, heads):
         queries, keys = self._queries_and_keys(x)
@@ -203,6 +167,7 @@ for name in ("gaussian_attention", "mix_dot_product", "softmax", "log_kernel", "
 
 def mix_dot_product(queries, keys, values, attn_mask: torch.Tensor | None, is_causal: bool) -> torch.Tensor:
     """The heads' outputs of softmax attention; with a mask, which the baseline does not take, by W."""
+    values = values.to(queries.dtype)
     if attn_mask is None:
         return dot_product_attention(queries, keys, values, causal=is_causal)
     return mixed(softmax(dot_product_logits(queries, keys), attn_mask, is_causal), values)
@@ -220,8 +185,6 @@ def mixed(weights: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
 def softmax(logits: torch.Tensor, attn_mask: torch.Tensor | None, is_causal: bool) -> torch.Tensor:
     """W, (B, H, N, N), of logits of that shape. A row whose mask hides everything is 0, as in torch's fused softmax."""
     logits = maybe_add_mask(logits, resolve_self_attn_mask(logits.shape[-1], logits, attn_mask, is_causal))
-    if attn_mask is None:
-        return logits.softmax(dim=-1)
     hidden = (logits == -math.inf).all(dim=-1, keepdim=True)
     return logits.masked_fill(hidden, 0).softmax(dim=-1).masked_fill(hidden, 0)
 

@@ -3,7 +3,7 @@
 import contextlib
 import difflib
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from textwrap import shorten
 from typing import Any
@@ -16,24 +16,21 @@ from torch import nn
 
 from deit_gka.data.sources import DataParts, ImageSource, ImageStream, open_source
 from deit_gka.model.attention import ATTENTION
-from deit_gka.model.registry import is_pattern, takes_attention
-from deit_gka.recipe import Recipe
+from deit_gka.model.registry import default_cfgs, is_pattern
 from gka import layer_kinds
 from trainkit_gka import exports
 from trainkit_gka.checkpoint import Checkpoint, load, load_newest
-from trainkit_gka.cli import Bounds, PassingFault, UserError, flag_of, is_network, reason_of
+from trainkit_gka.cli import Bounds, PassingFault, UserError, flag_of, is_network
 from trainkit_gka.files import read_json, usual_mode, write_json
 
 WEIGHTS = ("ema", "model")
+SHARE = Bounds(0, 1, open_most=True)
 # Of the arguments that most timm models share; timm refuses the others itself.
 ARGUMENT_BOUNDS = {
     "depth": Bounds(1, 1000),
     **dict.fromkeys(("embed_dim", "num_heads", "patch_size", "img_size", "num_classes"), Bounds(1)),
     **dict.fromkeys(("mlp_ratio", "sigma_squared"), Bounds(0, open_least=True)),
-    **dict.fromkeys(
-        ("drop_rate", "drop_path_rate", "pos_drop_rate", "patch_drop_rate", "proj_drop_rate", "attn_drop_rate"),
-        Bounds(0, 1, open_most=True),
-    ),
+    **{f"{part}_rate": SHARE for part in ("drop", "drop_path", "pos_drop", "patch_drop", "proj_drop", "attn_drop")},
 }
 OWN_FLAGS = {"name": "--model", "pretrained": "--pretrained of evaluate", "input_size": "--input-size"}
 
@@ -88,47 +85,41 @@ def build(
         kwargs.setdefault("img_size", input_size)
     if num_classes is not None:
         kwargs["num_classes"] = num_classes
-    if "spatial_offsets" in kwargs and not takes_attention(name):
+    is_ours = name.split(".")[0] in default_cfgs
+    if "spatial_offsets" in kwargs and not is_ours:
         raise UserError(f"{name} has no spatial_offsets; deit_*_gka_* and deit_*_vlt_* have, with any --attention")
-    if "attention" in kwargs and not takes_attention(name):
+    if "attention" in kwargs and not is_ours:
         kwargs["attn_layer"] = kwargs.pop("attention")
-    try:
+    with one_line(f"timm cannot build {name}"):
         model = timm.create_model(name, pretrained=pretrained, **kwargs)
-    except (TypeError, ValueError, AssertionError, RuntimeError, OSError) as error:
-        kind = PassingFault if is_network(error) else UserError
-        raise kind(f"timm cannot build {name}: {reason_of(error)}") from None
     pattern = kwargs.get("attn_layer")
     if is_pattern(pattern) and not any(isinstance(module, tuple(ATTENTION.values())) for module in model.modules()):
         raise UserError(f"{name} has an attention of its own, which {pattern} does not change")
-    check_patches(model, input_size or kwargs.get("img_size"))
+    size, patch = input_size or kwargs.get("img_size"), getattr(getattr(model, "patch_embed", None), "patch_size", None)
+    sides = size if isinstance(size, list) else [size, size]
+    if size and isinstance(patch, tuple) and any(side % part for side, part in zip(sides, patch)):
+        # Patches would not cover the image, whose last pixels the model would silently ignore.
+        raise UserError(f"--input-size must be a multiple of the patch, {patch[0]}; got {size}")
     return model
 
 
-def check_patches(model: nn.Module, size: int | list[int] | None) -> None:
-    """Raises UserError if patches do not cover the image, whose last pixels the model would silently ignore."""
-    patch = getattr(getattr(model, "patch_embed", None), "patch_size", None)
-    sizes = size if isinstance(size, list) else [size, size]
-    if size and isinstance(patch, tuple) and any(side % part for side, part in zip(sizes, patch)):
-        raise UserError(f"--input-size must be a multiple of the patch, {patch[0]}; got {size}")
-
-
 def timm_weights(name: str, flag: str) -> nn.Module:
-    """A model with the weights that timm has for its name.
+    """A model with timm's weights for its name. Raises UserError, naming `flag`, if they cannot be had."""
+    with one_line(f"{flag} {name}: timm has no weights of it here, give a file instead"):
+        return timm.create_model(name, pretrained=True)
 
-    Raises UserError, naming `flag`, if there are none or they cannot be fetched.
+
+@contextlib.contextmanager
+def one_line(problem: str) -> Iterator[None]:
+    """Raises UserError, with the problem and its reason, for whatever error timm raises, PassingFault if the network's.
+
+    torch, safetensors, the hub and its transport have many kinds of errors for what is not theirs.
     """
     try:
-        return timm.create_model(name, pretrained=True)
-    except Exception as error:  # the hub's, its transport's, timm's for a model without weights
-        reason = f"{type(error).__name__}: {shorten(str(error), 160, placeholder=' ...')}"
-        todo = "it fetches them over the network: give a file instead"
+        yield
+    except Exception as error:
         kind = PassingFault if is_network(error) else UserError
-        raise kind(f"{flag} {name}: timm has no weights of it here ({reason}); {todo}") from None
-
-
-def describe(name: str, num_classes: int, recipe: Recipe, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """A checkpoint's description of its model, from which `load_run` builds it again."""
-    return {"name": name, "num_classes": num_classes, "input_size": recipe.input_size, "kwargs": kwargs}
+        raise kind(f"{problem}: {shorten(str(error) or type(error).__name__, 200, placeholder=' ...')}") from None
 
 
 def find_checkpoint(path: Path, best: bool = False) -> Checkpoint:
@@ -136,17 +127,17 @@ def find_checkpoint(path: Path, best: bool = False) -> Checkpoint:
 
     Raises UserError if there is none.
     """
-    path = Path(path)
-    if (path / "manifest.json").exists():
-        return _of_vision(load(path))
-    checkpoint = load_newest(path / ("best" if best else "checkpoints"))
+    is_checkpoint = (path / "manifest.json").exists()
+    checkpoint = load(path) if is_checkpoint else load_newest(path / ("best" if best else "checkpoints"))
     if checkpoint is None and is_export(path):
         check_export(path)
         advice = f"or, where a command has them, --model NAME --checkpoint {path / exports.WEIGHTS}"
         raise UserError(f"{path} is an exported model: give the run that it was exported from, {advice}")
     if checkpoint is None:
         raise UserError(f"no checkpoint in {path}; train one first, by python -m deit_gka.train")
-    return _of_vision(checkpoint)
+    if "classes" not in checkpoint.state:
+        raise UserError(f"{checkpoint.path} is not of a vision run; nanochat_gka's commands take language models")
+    return checkpoint
 
 
 def weights_in(checkpoint: Checkpoint) -> list[str]:
@@ -164,12 +155,6 @@ def check_export(folder: Path) -> None:
     """Raises UserError unless an exported folder holds a vision model."""
     if "architecture" not in read_json(folder / exports.CONFIG, "configuration"):
         raise UserError(f"{folder} is not an exported vision model; nanochat_gka's commands take language models")
-
-
-def _of_vision(checkpoint: Checkpoint) -> Checkpoint:
-    if "classes" not in checkpoint.state:
-        raise UserError(f"{checkpoint.path} is not of a vision run; nanochat_gka's commands take language models")
-    return checkpoint
 
 
 def recorded(path: Path) -> tuple[list[str], dict[str, Any]]:
@@ -190,10 +175,10 @@ def recorded(path: Path) -> tuple[list[str], dict[str, Any]]:
 
 def trained_on(state: dict[str, Any]) -> str:
     """The images that a checkpoint's run was trained on, in words."""
-    training, validation = (state["data"][f"{split} images"] for split in ("training", "validation"))
-    counts = f"{training:,} training and {validation:,} validation images in {len(state['classes']):,} classes"
+    counts = [f"{state['data'][f'{split} images']:,} {split} images" for split in ("training", "validation")]
     flags = [f"{flag_of(name)} {value}" for name, value in state["parts"].items()]
-    return f"{' '.join([state['trained_on'], *flags])} ({counts})"
+    data = " ".join([state["trained_on"], *flags])
+    return f"{data} ({' and '.join(counts)} in {len(state['classes']):,} classes)"
 
 
 def open_data(data: str, split: str, run: Path | None, parts: DataParts) -> ImageSource | ImageStream:
@@ -201,20 +186,16 @@ def open_data(data: str, split: str, run: Path | None, parts: DataParts) -> Imag
     try:
         return open_source(data, split, parts)
     except UserError as error:
-        checkpoint = None
+        needs = ""
         with contextlib.suppress(UserError):
-            checkpoint = find_checkpoint(run) if run and run.is_dir() else None
-        needs = f". {run} was trained on {trained_on(checkpoint.state)}" if checkpoint else ""
+            if run and run.is_dir():
+                needs = f". {run} was trained on {trained_on(find_checkpoint(run).state)}"
         raise UserError(f"{error}{needs}") from None
 
 
 def load_run(checkpoint: Checkpoint, weights: str, device: torch.device | str) -> nn.Module:
-    """The model of one of our checkpoints; weights: "ema" or "model" (the raw ones).
-
-    Raises UserError if the checkpoint lacks them.
-    """
-    available = weights_in(checkpoint)
-    if weights not in available:
+    """The model of one of our checkpoints, with "ema" or "model" weights. Raises UserError if it lacks them."""
+    if weights not in (available := weights_in(checkpoint)):
         raise UserError(f"{checkpoint.path} has no {weights} weights; choose --weights {' or '.join(available)}")
     about = checkpoint.state["model"]
     model = build(about["name"], about["num_classes"], about["input_size"], **about["kwargs"])
@@ -227,12 +208,8 @@ def load_file(path: Path, model: nn.Module) -> nn.Module:
 
     Raises UserError if they do not fit.
     """
-    try:
+    with one_line(f"{path} does not hold weights of this model"):
         timm.models.load_checkpoint(model, str(path), use_ema=True, weights_only=True)
-    except FileNotFoundError:
-        raise UserError(f"weights not found: {path}") from None
-    except Exception as error:  # torch and safetensors raise many kinds for files that are not theirs
-        raise UserError(f"{path} does not hold weights of this model: {' '.join(str(error).split())[:200]}") from None
     return model.eval()
 
 
@@ -257,9 +234,7 @@ def export(checkpoint: Checkpoint, weights: str, folder: Path) -> Path:
     another model, or something else.
     """
     model = load_run(checkpoint, weights, "cpu")
-    classes = checkpoint.state["classes"]
-    model_config = {"label_names": classes} if len(classes) == model.num_classes else {}
-    about = dict(model_config=model_config, data_config=about_images(checkpoint.state))
+    about = dict(model_config={"label_names": checkpoint.state["classes"]}, data_config=about_images(checkpoint.state))
     with exports.export_folder(folder, lambda: _has_weights(folder / exports.WEIGHTS, model)) as incoming:
         with usual_mode(incoming / exports.WEIGHTS):
             timm.models.save_for_hf(model, str(incoming), safe_serialization=True, **about)

@@ -1,8 +1,8 @@
 """Spatial head offsets: on some heads a token's value is that of a neighbouring patch; keys and queries stay.
 
-The vision twin of the language models' head offsets, which shift the token before
-(gka/offsets.py): no parameter, no FLOP. In an operator without projections a head can only say "tokens
-like me"; with offsets it says "what stands left of tokens like me". A letter per head, cycling:
+The vision twin of the language models' head offsets (gka/offsets.py): no parameter, no FLOP. In an operator without
+projections a head can only say "tokens like me"; with offsets it says "what stands left of tokens like me". A letter
+per head, cycling:
 
     N  the patch itself      L  left of it      R  right of it      U  above it      B  below it
     D  diagonally, above and left of it
@@ -31,23 +31,14 @@ class SpatialOffsets(nn.Module):
         if not self.pattern or set(self.pattern) - NEIGHBOURS.keys():
             letters = ", ".join(NEIGHBOURS)
             raise ValueError(f"spatial_offsets must be letters of {letters}, one for each head, got {pattern!r}")
-        if len(self.pattern) > num_heads:
-            raise ValueError(
-                f"spatial_offsets {pattern} has {len(self.pattern)} letters but there are {num_heads} heads"
-            )
-        self._patches: tuple[PatchEmbed, ...] = ()  # a tuple, so that it is not a module of this one
-        self._prefix = 0
-
-    def place(self, patches: PatchEmbed, prefix: int) -> None:
-        """Take the grid from the model's `patches`, which come after `prefix` other tokens."""
-        self._patches, self._prefix = (patches,), prefix
+        if (count := len(self.pattern)) > num_heads:
+            raise ValueError(f"spatial_offsets {pattern} has {count} letters but there are {num_heads} heads")
+        self.patches: tuple[PatchEmbed, ...] = ()  # of the model; in a tuple, so that it is not a module of this one
+        self.prefix = 0  # tokens before the patches
 
     def forward(self, values: torch.Tensor) -> torch.Tensor:
-        grid = self._patches[0].grid_size if self._patches else None
-        return neighbours(values, self.pattern, grid, self._prefix)
-
-    def extra_repr(self) -> str:
-        return self.pattern
+        grid = self.patches[0].grid_size if self.patches else None
+        return neighbours(values, self.pattern, grid, self.prefix)
 
 
 def neighbours(values: torch.Tensor, pattern: str, grid: tuple[int, int] | None, prefix: int) -> torch.Tensor:
@@ -60,23 +51,21 @@ def neighbours(values: torch.Tensor, pattern: str, grid: tuple[int, int] | None,
         raise ValueError(f"spatial_offsets need {expected}, got {values.shape[1]} tokens; img_size sets the grid")
     moved = values.clone()
     here, there = (tokens[:, prefix:].unflatten(1, (rows, columns)) for tokens in (moved, values))
+
+    def side(step: int, size: int) -> slice:
+        """The places that are left when `step` are taken off the front, or -step off the end."""
+        return slice(max(0, step), size + min(0, step))
+
     for place, letter in enumerate(pattern):
         down, right = NEIGHBOURS[letter]
         if down or right:
             heads = slice(place, None, len(pattern))
-            target, source = (
-                (slice(None), _rest(sign * down, rows), _rest(sign * right, columns), heads) for sign in (-1, 1)
-            )
-            here[target] = there[source]
+            source = there[:, side(down, rows), side(right, columns), heads]
+            here[:, side(-down, rows), side(-right, columns), heads] = source
     return moved
 
 
 torch.fx.wrap("neighbours")  # one node: torch.fx cannot record what is written into a tensor
-
-
-def _rest(step: int, size: int) -> slice:
-    """The places of a side that are still on it after `step` is taken off at one end: the first, or else the last."""
-    return slice(max(0, step), size + min(0, step))
 
 
 class ValueOffsetProjection(nn.Linear):
@@ -105,4 +94,4 @@ def place_offsets(model: nn.Module) -> None:
             advice = "leave dynamic_img_size, strict_img_size and patch_drop_rate as they are"
             raise ValueError(f"spatial_offsets need all patches of one grid: {advice}")
         for module in offsets:
-            module.place(vit.patch_embed, vit.num_prefix_tokens)
+            module.patches, module.prefix = (vit.patch_embed,), vit.num_prefix_tokens

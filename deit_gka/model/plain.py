@@ -3,7 +3,7 @@
 It equals the model up to rounding, with fewer operations:
 - Tokens of all images are the rows of one matrix wherever a layer treats them alike.
 - GKA: the norm before it measures the features in sigma, and distances do not see its bias, so both move into its
-  weights and those of W_O (channel bandwidths stay by themselves: the values do not have them). The exponent is then
+  weights and those of W_O (channel bandwidths stay apart: the values do not have them). The exponent is then
   h_i.h_j - |h_j|^2 / 2, a product of features with one more channel.
 - Softmax and VLT: the scale moves into W_Q, a bias of the keys cancels in the softmax, one of the values passes through
   the rows of W, which sum to 1, into the bias of W_O.
@@ -18,7 +18,7 @@ from timm.layers import Attention
 from timm.models.vision_transformer import Block, VisionTransformer
 from torch import nn
 
-from deit_gka.model.attention import GKA, VLT, Softmax, kind_of
+from deit_gka.model.attention import GKA, VLT, Softmax
 from gka.bandwidth import inverse_variance
 from trainkit_gka.cli import UserError
 
@@ -34,21 +34,13 @@ def plain(model: nn.Module) -> nn.Module:
     check_blocks(model)
     model = copy.deepcopy(model).eval()
     for block in model.blocks:
-        if form := form_of(block.attn):
-            block.attn = form(block)
+        attn = block.attn
+        # timm's with more to it than softmax(Q K^T) V, such as norms of queries and keys or gates, stays as it is.
+        more = (getattr(attn, name, None) for name in ("q_norm", "k_norm", "norm", "gate"))
+        if type(attn) in FORMS and all(isinstance(part, nn.Identity | None) for part in more):
+            block.attn = FORMS[type(attn)](block)
         block.mlp = ByToken(block.mlp)
     return model
-
-
-def form_of(attn: nn.Module) -> type["PlainAttention"] | None:
-    """The plain form of a layer, None for one that has none and stays as it is: a new kind, or timm's with more to it
-    than softmax(Q K^T) V (norms of queries and keys, gates, differential attention).
-    """
-    if kind_of(attn) == "softmax":
-        more = (getattr(attn, name, None) for name in ("q_norm", "k_norm", "norm", "gate"))
-        if type(attn) not in (Attention, Softmax) or any(not isinstance(part, nn.Identity | None) for part in more):
-            return None
-    return FORMS.get(kind_of(attn))
 
 
 class ByToken(nn.Module):
@@ -108,33 +100,23 @@ class PlainGKA(PlainAttention):
 
 
 class PlainSoftmax(PlainAttention):
-    """timm's softmax attention of the block; each matrix by itself, so that its product needs no splitting."""
+    """Softmax attention of the block, timm's or VLT, whose values are the features. Each matrix is by itself, so that
+    its product needs no splitting.
+    """
 
     def __init__(self, block: Block):
-        attn = block.attn
-        (weights, biases), scale = parts(attn.qkv, 3), attn.head_dim**-0.5
-        super().__init__(attn, linear(attn.proj.weight, moved(attn.proj, biases[2])))
-        self.q = ByToken(linear(weights[0] * scale, biases[0] * scale))
-        self.k, self.v = (ByToken(linear(weight, None)) for weight in weights[1:])
+        attn, scale = block.attn, (block.attn.proj.in_features // block.attn.num_heads) ** -0.5
+        if isinstance(attn, VLT):
+            (query, key), (query_bias, _) = parts(attn.qk, 2)
+            value_bias = query.new_zeros(len(query)) if attn.value_bias is None else attn.value_bias.double()
+        else:
+            (query, key, value), (query_bias, _, value_bias) = parts(attn.qkv, 3)
+        super().__init__(attn, linear(attn.proj.weight, moved(attn.proj, value_bias)))
+        self.q, self.k = ByToken(linear(query * scale, query_bias * scale)), ByToken(linear(key, None))
+        self.v = nn.Identity() if isinstance(attn, VLT) else ByToken(linear(value, None))
 
     def project(self, x):
         return self.heads(self.q(x)), self.heads(self.k(x)), self.heads(self.v(x))
-
-
-class PlainVLT(PlainAttention):
-    """Value-less attention of the block: as softmax, with the features for values."""
-
-    def __init__(self, block: Block):
-        attn: VLT = block.attn
-        scale = (attn.proj.in_features // attn.num_heads) ** -0.5
-        (query, key), (query_bias, _) = parts(attn.qk, 2)
-        bias = None if attn.value_bias is None else attn.value_bias.double()
-        super().__init__(attn, linear(attn.proj.weight, moved(attn.proj, bias)))
-        self.q = ByToken(linear(query * scale, query_bias * scale))
-        self.k = ByToken(linear(key, None))
-
-    def project(self, x):
-        return self.heads(self.q(x)), self.heads(self.k(x)), self.heads(x)
 
 
 def parts(layer: nn.Linear, count: int) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
@@ -143,13 +125,10 @@ def parts(layer: nn.Linear, count: int) -> tuple[tuple[torch.Tensor, ...], tuple
     return layer.weight.double().chunk(count), bias.double().chunk(count)
 
 
-def moved(proj: nn.Linear, shift: torch.Tensor | None) -> torch.Tensor | None:
-    """The bias of W_O, if its input has lost the `shift`, (C,)."""
-    bias = None if proj.bias is None else proj.bias.double()
-    if shift is None:
-        return bias
+def moved(proj: nn.Linear, shift: torch.Tensor) -> torch.Tensor:
+    """The bias of W_O, in float64, if its input has lost the `shift`, (C,)."""
     added = proj.weight.double() @ shift
-    return added if bias is None else bias + added
+    return added if proj.bias is None else proj.bias.double() + added
 
 
 def linear(weight: torch.Tensor, bias: torch.Tensor | None) -> nn.Linear:
@@ -162,4 +141,4 @@ def linear(weight: torch.Tensor, bias: torch.Tensor | None) -> nn.Linear:
     return layer
 
 
-FORMS = {"softmax": PlainSoftmax, "gka": PlainGKA, "vlt": PlainVLT}
+FORMS = {Attention: PlainSoftmax, Softmax: PlainSoftmax, GKA: PlainGKA, VLT: PlainSoftmax}

@@ -1,18 +1,11 @@
 """DeiT's three sizes with our attention as timm models: deit_{tiny,small,base}_{gka,vlt}[_distilled]_patch16_224.
 
-They are timm's own ViT with other attention in its blocks; the softmax models are timm's deit_*.
-
-import timm, deit_gka
-model = timm.create_model("deit_tiny_gka_patch16_224", num_classes=1000)          # the paper's GKA-Ti
-model = timm.create_model("deit_small_gka_patch16_224", sigma_squared=1.0)        # another starting bandwidth
-model = timm.create_model("deit_tiny_gka_patch16_224", attention="GGGA")          # softmax in every fourth layer
-model = timm.create_model("deit_tiny_gka_patch16_224", spatial_offsets="LUD")     # neighbours' values, see offsets.py
-model = timm.create_model("vit_small_patch16_224", attn_layer="GGGA")             # any timm ViT; "gka" for all layers
+They are timm's own ViT with other attention in its blocks; the softmax models are timm's deit_*. Any ViT of timm's
+takes our kinds by attn_layer. The package's README has examples (Use it in timm).
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
+from functools import partial, update_wrapper
 from typing import Any
 
 from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
@@ -39,11 +32,10 @@ CROP_PCT = 0.875  # resize to 256, crop 224, as DeiT evaluates (timm's own deit 
 
 @dataclass(frozen=True)
 class AttentionByLayer:
-    """A kind of attention for every layer.
+    """A kind of attention for every layer. Raises ValueError for another pattern, and for settings of no kind in it.
 
-    pattern: a kind's name, or letters by layer such as GGGA. settings: arguments of the attention classes, which name
-    them in SETTINGS; a layer takes those of its kind. Raises ValueError for a pattern that `gka.layer_kinds` refuses,
-    and for a setting that no kind in it has.
+    pattern: as in `gka.layer_kinds`. settings: arguments of the attention classes, which name them in SETTINGS; a layer
+    takes those of its kind.
     """
 
     pattern: str
@@ -55,12 +47,6 @@ class AttentionByLayer:
             if not any(name in ATTENTION[kind].SETTINGS for kind in kinds):
                 raise ValueError(f"{name} is not a setting of {' or '.join(kinds)} attention")
 
-    def layer(self, dim: int, depth: int, **arguments) -> nn.Module:
-        """The attention of layer `depth`, from 0. arguments: timm's."""
-        kind = ATTENTION[layer_kinds(self.pattern, depth + 1)[depth]]
-        settings = {name: value for name, value in self.settings.items() if name in kind.SETTINGS}
-        return kind(dim, **arguments, **settings)
-
 
 def is_pattern(attn_layer: Any) -> bool:
     """Whether timm's argument is a name or pattern of ours, and not one of timm's names."""
@@ -71,15 +57,14 @@ timms_attention = vision_transformer._create_attn
 
 
 def create_attention(attn_layer, dim: int, *, depth: int = 0, **arguments) -> nn.Module:
-    """The attention of one of timm's blocks: attn_layer may also be a kind's name, a pattern or an `AttentionByLayer`.
-
-    Raises ValueError for another pattern.
-    """
+    """The attention of one of timm's blocks. attn_layer: also a kind's name, a pattern or an `AttentionByLayer`."""
     if is_pattern(attn_layer):
         attn_layer = AttentionByLayer(attn_layer)
-    if isinstance(attn_layer, AttentionByLayer):
-        return attn_layer.layer(dim, depth, **arguments)
-    return timms_attention(attn_layer, dim, depth=depth, **arguments)
+    if not isinstance(attn_layer, AttentionByLayer):
+        return timms_attention(attn_layer, dim, depth=depth, **arguments)
+    kind = ATTENTION[layer_kinds(attn_layer.pattern, depth + 1)[depth]]
+    settings = {name: value for name, value in attn_layer.settings.items() if name in kind.SETTINGS}
+    return kind(dim, **arguments, **settings)
 
 
 vision_transformer._create_attn = create_attention  # the blocks of timm's ViTs call it by this name
@@ -93,19 +78,13 @@ def model_name(size: str, kind: str, distilled: bool = False) -> str:
     return f"deit_{size}{ours}{'_distilled' * distilled}_patch16_224"
 
 
-def takes_attention(name: str) -> bool:
-    """Whether the model called `name` is one of ours, which take `attention`; timm's other ViTs take `attn_layer`."""
-    return name.split(".")[0] in default_cfgs
-
-
 def create(
     size: str,
     kind: str,
     distilled: bool,
     pretrained: bool = False,
-    attention: str | None = None,
-    attn_layer: str | type[nn.Module] | None = None,
-    block_fn: type[nn.Module] = Block,
+    attention: str = "",
+    attn_layer: str = "",
     norm_weight: bool = True,
     **arguments,
 ) -> VisionTransformer:
@@ -113,37 +92,31 @@ def create(
 
     distilled: with DeiT's second token and head. attention: another kind than the name's, or a pattern by layer such as
     GGGA; timm's attn_layer says the same. norm_weight: False takes weight and bias from the norm before attention;
-    GKA's distances then count all channels alike. arguments: timm's, and settings of the kinds of attention, of which
-    None is the default.
-    Raises ValueError for settings that none of the kinds has.
+    GKA's distances then count all channels alike. arguments: timm's, and settings of the kinds of attention.
+    Raises ValueError as `AttentionByLayer`.
     """
-    chosen = attention if attn_layer is None else getattr(attn_layer, "kind", attn_layer)
-    if not isinstance(chosen, str | None):
-        raise ValueError(f"attn_layer of {model_name(size, kind, distilled)} is one of ours, got {chosen.__name__}")
     settings = {name: arguments.pop(name) for name in SETTINGS & arguments.keys()}
-    settings = {name: value for name, value in settings.items() if value is not None}
     model = build_model_with_cfg(
         VisionTransformerDistilled if distilled else VisionTransformer,
         model_name(size, kind, distilled),
         pretrained,
         pretrained_filter_fn=checkpoint_filter_fn,
         feature_cfg=dict(out_indices=arguments.pop("out_indices", 3), feature_cls="getter"),
-        attn_layer=AttentionByLayer(kind if chosen is None else chosen, settings),
-        block_fn=block_fn if norm_weight else partial(without_norm_weight, block_fn),
-        **dict(patch_size=16, **SIZES[size]) | arguments,
+        attn_layer=AttentionByLayer(attn_layer or attention or kind, settings),
+        **dict(patch_size=16, block_fn=Block if norm_weight else without_norm_weight, **SIZES[size]) | arguments,
     )
     place_offsets(model)
     return model
 
 
-def without_norm_weight(block_fn: type[nn.Module], **arguments) -> nn.Module:
+def without_norm_weight(**arguments) -> Block:
     """A block of timm's whose norm before attention has no weight and bias."""
-    block = block_fn(**arguments)
+    block = Block(**arguments)
     block.norm1 = nn.LayerNorm(arguments["dim"], eps=block.norm1.eps, elementwise_affine=False)
     return block
 
 
-def _configuration(distilled: bool) -> dict[str, Any]:
+def configuration(distilled: bool) -> dict[str, Any]:
     """timm's configuration of a model: images, head, licence."""
     images = dict(input_size=(3, 224, 224), fixed_input_size=True, crop_pct=CROP_PCT, interpolation="bicubic")
     images |= dict(mean=IMAGENET_DEFAULT_MEAN, std=IMAGENET_DEFAULT_STD)
@@ -151,19 +124,10 @@ def _configuration(distilled: bool) -> dict[str, Any]:
     return dict(url="", license="mit", num_classes=1000, pool_size=None, **images, **layers)
 
 
-def _entrypoint(size: str, kind: str, distilled: bool) -> Callable[..., VisionTransformer]:
-    """The function that timm registers under its own name."""
-
-    def build(pretrained: bool = False, **arguments) -> VisionTransformer:
-        return create(size, kind, distilled, pretrained, **arguments)
-
-    build.__name__ = build.__qualname__ = model_name(size, kind, distilled)
-    build.__doc__ = f"{kind} attention in DeiT's size {size}{', with a distillation token' * distilled}; see `create`."
-    return build
-
-
 MODELS = [(size, kind, distilled) for distilled in (False, True) for kind in OUR_KINDS for size in SIZES]
 # timm's decorator reads this name of this module.
-default_cfgs = generate_default_cfgs({model_name(*model): _configuration(model[2]) for model in MODELS})
-for size, kind, distilled in MODELS:
-    register_model(_entrypoint(size, kind, distilled))
+default_cfgs = generate_default_cfgs({model_name(*model): configuration(model[2]) for model in MODELS})
+for model in MODELS:
+    entrypoint = update_wrapper(partial(create, *model), create)
+    entrypoint.__name__ = model_name(*model)  # under which timm registers it
+    register_model(entrypoint)

@@ -21,25 +21,24 @@ from timm.layers import resample_abs_pos_embed, resample_patch_embed
 from timm.models import load_state_dict
 from torch import nn
 
-from deit_gka.model.checkpoints import find_checkpoint, is_export, recorded, timm_weights, weights_in
+from deit_gka.model.checkpoints import find_checkpoint, is_export, one_line, recorded, timm_weights, weights_in
 from deit_gka.recipe import Recipe
 from trainkit_gka import exports
 from trainkit_gka.cli import UserError
 
 Tensors = dict[str, torch.Tensor]
 LEAST_SHARE = 0.5  # of the parameters outside the head
-SOURCES = "a file of weights, a run or exported folder, or the name of a timm model that has weights"
 
 
 @dataclass
 class WarmStart:
     """Which tensors of a model were taken from elsewhere."""
 
-    share: float  # of the parameters
+    share: float = 0.0  # of the parameters
     taken: list[str] = field(default_factory=list)
     resized: list[str] = field(default_factory=list)
     new: list[str] = field(default_factory=list)  # left at their initialisation
-    unused: list[str] = field(default_factory=list)  # of the weights that were given
+    unused: list[str] = field(default_factory=list)  # of the weights
     known_classes: str = ""  # how many of the model's classes the head had, where it was fitted by their names
 
     def __str__(self) -> str:
@@ -91,23 +90,18 @@ def read_start(source: str) -> Start:
         return Start(checkpoint.tensors(weights_in(checkpoint)[0]), *recorded(path))
     if path.is_dir():
         path = path / exports.WEIGHTS
-    if path.is_file():
-        return Start(_read_file(path), *recorded(path))
-    if not timm.is_model(source):
-        raise UserError(f"--initial-weights {source} does not exist; it is {SOURCES}")
-    model = timm_weights(source, "--initial-weights")
-    return Start(model.state_dict(), (), model.pretrained_cfg)
-
-
-def _read_file(path: Path) -> Tensors:
-    try:
+    if not path.is_file():
+        if not timm.is_model(source):
+            kinds = "a file of weights, a run or exported folder, or the name of a timm model that has weights"
+            raise UserError(f"--initial-weights {source} does not exist; it is {kinds}")
+        model = timm_weights(source, "--initial-weights")
+        return Start(model.state_dict(), (), model.pretrained_cfg)
+    with one_line(f"{path} does not hold weights"):
         weights = load_state_dict(str(path), use_ema=True, weights_only=True)
-    except Exception as error:  # torch and safetensors raise many kinds for files that are not theirs
-        raise UserError(f"{path} does not hold weights: {' '.join(str(error).split())[:200]}") from None
     weights = {name: value for name, value in weights.items() if isinstance(value, torch.Tensor)}
     if not weights:
         raise UserError(f"{path} does not hold weights: it has no named tensors")
-    return weights
+    return Start(weights, *recorded(path))
 
 
 def fingerprint(weights: Tensors) -> str:
@@ -147,19 +141,19 @@ def warm_start(
     head takes the rows of the shared ones, and the others keep their start. Raises UserError if less than half of the
     parameters outside the head fit, or if values are not finite.
     """
-    state = model.state_dict()
+    state, heads, done = model.state_dict(), _heads(model), WarmStart()
     weights = _with_queries_and_keys(weights, state)
-    done, heads = WarmStart(0.0), set(_head(model))
-    places = {} if list(theirs) == list(ours) else _shared(theirs, ours)
+    numbers = {} if list(theirs) == list(ours) else {name: number for number, name in enumerate(theirs)}
+    rows = {number: numbers[name] for number, name in enumerate(ours) if name in numbers}
     for name, target in state.items():
-        value = weights.get(name)
-        if value is None:
-            fitted = None
-        elif places and name in heads and len(value) == len(theirs) and value.shape[1:] == target.shape[1:]:
-            fitted = _rows(value, target, places)
-            done.known_classes = f"{len(places)} of {len(ours)} classes"
-        else:
-            fitted = value if value.shape == target.shape else _resized(name, value, model)
+        value = fitted = weights.get(name)
+        is_head = value is not None and name in heads and value.shape[1:] == target.shape[1:]
+        if is_head and rows and len(value) == len(theirs):
+            fitted = target.clone()
+            fitted[list(rows)] = value[list(rows.values())].to(target)
+            done.known_classes = f"{len(rows)} of {len(ours)} classes"
+        elif value is not None and value.shape != target.shape:
+            fitted = _resized(name, value, target, model)
         if fitted is None:
             done.new.append(name)
             continue
@@ -168,43 +162,25 @@ def warm_start(
         (done.taken if fitted is value else done.resized).append(name)
         target.copy_(fitted)
     done.unused = [name for name in weights if name not in state]
-    parameters = dict(model.named_parameters())
-    fitting = set(done.taken + done.resized)
-    done.share = _count(parameters, fitting) / _count(parameters, parameters)
-    trunk = parameters.keys() - heads
-    if _count(parameters, fitting & trunk) < LEAST_SHARE * _count(parameters, trunk):
-        few = f"{len(fitting)} of this model's {len(state)} tensors, {done.share:.0%} of its parameters"
-        differing = next((name for name in done.new if name in weights and name not in heads), None)
-        if differing:
-            shapes = tuple(weights[differing].shape), tuple(state[differing].shape)
-            few += f"; {differing} is {shapes[0]} there and {shapes[1]} here"
+    sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
+    fits = {name: size for name, size in sizes.items() if name not in done.new}
+    done.share = sum(fits.values()) / sum(sizes.values())
+    trunk, trunk_fits = (sum(size for name, size in some.items() if name not in heads) for some in (sizes, fits))
+    if trunk_fits < LEAST_SHARE * trunk:
+        few = f"{len(state) - len(done.new)} of this model's {len(state)} tensors, {done.share:.0%} of its parameters"
+        if differing := [name for name in done.new if name in weights and name not in heads]:
+            name = differing[0]
+            few += f"; {name} is {tuple(weights[name].shape)} there and {tuple(state[name].shape)} here"
         raise UserError(f"{source} has only {few}; give weights of a model of the same width and kind")
     return done
 
 
-def _count(parameters: dict[str, nn.Parameter], names: Iterable[str]) -> int:
-    return sum(parameters[name].numel() for name in names if name in parameters)
-
-
-def _head(model: nn.Module) -> list[str]:
+def _heads(model: nn.Module) -> set[str]:
     """Names of the classifiers' parameters."""
     classifiers = model.get_classifier() if hasattr(model, "get_classifier") else ()
     heads = classifiers if isinstance(classifiers, tuple) else (classifiers,)
     ids = {id(parameter) for head in heads for parameter in head.parameters()}
-    return [name for name, parameter in model.named_parameters() if id(parameter) in ids]
-
-
-def _shared(theirs: Sequence[str], ours: Sequence[str]) -> dict[int, int]:
-    """Number of a class among ours -> its number among theirs, for the names that both have."""
-    numbers = {name: number for number, name in enumerate(theirs)}
-    return {number: numbers[name] for number, name in enumerate(ours) if name in numbers}
-
-
-def _rows(value: torch.Tensor, target: torch.Tensor, places: dict[int, int]) -> torch.Tensor:
-    """A head's `target` with the rows of `value` at their places."""
-    rows = target.clone()
-    rows[list(places)] = value[list(places.values())].to(rows.device, rows.dtype)
-    return rows
+    return {name for name, parameter in model.named_parameters() if id(parameter) in ids}
 
 
 def _with_queries_and_keys(weights: Tensors, state: Tensors) -> Tensors:
@@ -218,9 +194,8 @@ def _with_queries_and_keys(weights: Tensors, state: Tensors) -> Tensors:
     return renamed
 
 
-def _resized(name: str, value: torch.Tensor, model: nn.Module) -> torch.Tensor | None:
+def _resized(name: str, value: torch.Tensor, target: torch.Tensor, model: nn.Module) -> torch.Tensor | None:
     """Positions or patch embedding for another image size or patch, bicubic as in timm; None for other tensors."""
-    target = model.state_dict()[name]
     if value.ndim != target.ndim:
         return None
     if name == "patch_embed.proj.weight" and value.shape[:2] == target.shape[:2]:

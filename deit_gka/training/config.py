@@ -59,11 +59,9 @@ class TrainConfig(Recipe, DataParts, RunConfig):
         return {**parse_kwargs(self.model_kwargs), **({"attention": self.attention} if self.attention else {})}
 
     def identity(self) -> dict[str, Any]:
-        settings = super().identity()
-        if self.distillation_type == "none":  # the flags of a teacher change nothing
-            for name in ("teacher_model", "teacher_path", "distillation_alpha", "distillation_tau"):
-                del settings[name]
-        return settings
+        teacher = ("teacher_model", "teacher_path", "distillation_alpha", "distillation_tau")  # may change nothing
+        left_out = teacher if self.distillation_type == "none" else ()
+        return {name: value for name, value in super().identity().items() if name not in left_out}
 
     def record(self) -> dict[str, Any]:
         return {**super().record(), "data": self.data, **self.given_parts()}

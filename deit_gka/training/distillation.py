@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD, resolve_model_data_config
+from timm.data import resolve_model_data_config
 from timm.loss import SoftTargetCrossEntropy
 from torch import nn
 
@@ -20,30 +20,23 @@ from deit_gka.recipe import Colour, Recipe
 from trainkit_gka.cli import UserError
 
 Outputs = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
+Colours = tuple[Colour, Colour]  # mean and deviation
 
 
 class Teacher(nn.Module):
     """A model that answers in evaluation mode, without gradients, whatever mode it is put in.
 
-    mean, std, size: the teacher's own. student: mean and deviation that the student's images are normalised by. Mixed
-    or not, they are brought to the teacher's by an affine map of every channel and resized; size None takes them as
-    large as they are. numbers: the teacher's number for each of the student's classes; None if the same.
+    colours, student: mean and deviation by which the teacher's and the student's images are normalised. Mixed or not,
+    images are brought to the teacher's by an affine map of every channel, and resized to its `size`, if it has one.
+    numbers: the teacher's number for each of the student's classes; None if the same.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        mean=IMAGENET_DEFAULT_MEAN,
-        std=IMAGENET_DEFAULT_STD,
-        size: tuple[int, int] | None = None,
-        student: tuple[Colour, Colour] = (IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD),
-        numbers: list[int] | None = None,
-    ):
+    def __init__(self, model: nn.Module, colours: Colours, student: Colours, size=None, numbers=None):
         super().__init__()
         self.register_buffer("numbers", None if numbers is None else torch.tensor(numbers))
         self.model, self.size = model.eval().requires_grad_(False), size
-        values = (*student, mean, std)
-        student_mean, student_std, mean, std = (torch.tensor(value).view(1, 3, 1, 1) for value in values)
+        values = (torch.tensor(value).view(1, 3, 1, 1) for value in (*colours, *student))
+        mean, std, student_mean, student_std = values
         self.register_buffer("scale", student_std / std)
         self.register_buffer("shift", (student_mean - mean) / std)
 
@@ -75,8 +68,8 @@ def load_teacher(recipe: Recipe, classes: list[str]) -> Teacher:
     else:
         model = timm_weights(f"local-dir:{folder}" if folder.is_dir() else name, "--teacher-model")
     if model.num_classes != len(classes):
-        count = f"{model.num_classes} classes apart but the data has {len(classes)}"
-        raise UserError(f"--teacher-model {name} tells {count}")
+        counts = f"{model.num_classes} classes but the data has {len(classes)}"
+        raise UserError(f"--teacher-model {name} was trained on {counts}")
     known = recorded(folder)[0] if folder.is_dir() else ()
     numbers = numbers_by_name(classes, known)
     if numbers is None and set(known) & set(classes):
@@ -86,8 +79,8 @@ def load_teacher(recipe: Recipe, classes: list[str]) -> Teacher:
     if not getattr(model, "dynamic_img_size", False):  # a convolutional network takes any size, and says so nowhere
         fixed = about["input_size"][-2:] if model.pretrained_cfg.get("fixed_input_size") else None
         size = getattr(getattr(model, "patch_embed", None), "img_size", None) or fixed
-    student = recipe.mean, recipe.std
-    return Teacher(model, about["mean"], about["std"], tuple(size) if size else None, student, numbers)
+    colours = about["mean"], about["std"]
+    return Teacher(model, colours, (recipe.mean, recipe.std), tuple(size) if size else None, numbers)
 
 
 @dataclass
@@ -114,24 +107,11 @@ class Objective:
         return SoftTargetCrossEntropy()(logits, targets)
 
     def distillation(self, logits: torch.Tensor, answers: torch.Tensor) -> torch.Tensor:
-        """hard: cross entropy with the teacher's choice. soft: tau^2 KL(teacher || student) at temperature tau.
-
-        The latter is a mean over images and classes, as upstream's.
+        """hard: cross entropy with the teacher's choice. soft: tau^2 KL(teacher || student) at temperature tau, a mean
+        over images and classes, as upstream's.
         """
         if self.recipe.distillation_type == "hard":
             return F.cross_entropy(logits, answers.argmax(dim=1))
         tau = self.recipe.distillation_tau
         student, teacher = (F.log_softmax(values.float() / tau, dim=1) for values in (logits, answers))
         return tau**2 * F.kl_div(student, teacher, reduction="sum", log_target=True) / logits.numel()
-
-
-def prepare_student(model: nn.Module, recipe: Recipe, name: str) -> None:
-    """Have a distilled model answer with both heads in training. Raises UserError for a model without two heads."""
-    if recipe.distillation_type == "none":
-        return
-    if not hasattr(model, "set_distilled_training"):
-        raise UserError(
-            f"--distillation-type {recipe.distillation_type} needs a model with a distillation token, such as "
-            f"deit_tiny_gka_distilled_patch16_224; --model is {name}"
-        )
-    model.set_distilled_training(True)

@@ -1,10 +1,12 @@
-"""The images of a run, their order, and the worker processes that load them."""
+"""The images of a run: their order, the worker processes that load them, and how long training waits for them."""
 
+import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from deit_gka.data.batch import ImageBatch, Images
+from deit_gka.data.batch import ImageBatch, Images, assemble
 from deit_gka.data.order import Order
 from deit_gka.data.sources import ImageStream, check_classes, located
 from deit_gka.data.sources.base import list_hash
@@ -61,10 +63,8 @@ class RunImages:
         for key, value in self._counts().items():
             before = saved["data"][key]
             if (before is None) != (value is None):
-                raise UserError(
-                    f"{data} is read {'at random' if value is None else 'as a stream'}, the data of the run in "
-                    f"{self.folder} were not: the images would come in another order; {advice}"
-                )
+                how = "at random" if value is None else "as a stream"
+                raise UserError(f"{data} is read {how}, unlike the data of the run in {self.folder}; {advice}")
             if before != value:
                 raise UserError(f"{data} has {value} {key} where the run in {self.folder} had {before}; {advice}")
         if saved["classes"] != self.classes:
@@ -74,3 +74,48 @@ class RunImages:
         """Counts that a resumed run must share to go on exactly. processes: that share a stream; None without one."""
         processes = self.runtime.world_size if isinstance(self.train_set, ImageStream) else None
         return {"processes": processes, "training images": len(self.train_set), "validation images": len(self.val_set)}
+
+
+class Fetch:
+    """Takes the batches of one update from a loader. Sums up seconds of waiting for them and of loading, in the
+    workers, and lists broken images by name and reason.
+    """
+
+    def __init__(self, units: Iterator[ImageBatch]):
+        self._units, self.waiting, self.loading = units, 0.0, 0.0
+        self.broken: list[tuple[str, str]] = []
+
+    def __call__(self, size: int) -> ImageBatch:
+        """The next batch of `size` images."""
+        started = time.perf_counter()
+        batch = assemble(self._units, size)
+        self.waiting += time.perf_counter() - started
+        self.loading += batch.seconds
+        self.broken += batch.broken
+        return batch
+
+
+@dataclass
+class Meter:
+    """Sums over updates: images, seconds of training alone, those in which the slowest process waited for a batch, and
+    seconds that workers spent loading.
+    """
+
+    images: int = 0
+    seconds: float = 0.0
+    waiting: float = 0.0
+    loading: float = 0.0
+
+    def add(self, images: int, seconds: float, waiting: float, loading: float) -> None:
+        self.images += images
+        self.seconds += seconds
+        self.waiting += min(waiting, seconds)
+        self.loading += loading
+
+    def rates(self, workers: int) -> dict[str, float | None]:
+        """Images per second of training, of the model alone and of `workers` loading workers, over all processes, and
+        the part of the time spent waiting. None for what took no time, as before anything is timed.
+        """
+        seconds = {"": self.seconds, "model_": self.seconds - self.waiting, "loader_": self.loading / workers}
+        rates = {f"{part}images_per_second": self.images / t if t > 0 else None for part, t in seconds.items()}
+        return {**rates, "waiting": self.waiting / self.seconds if self.seconds else None}

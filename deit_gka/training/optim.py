@@ -20,10 +20,7 @@ def make_optimizer(model: nn.Module, recipe: Recipe) -> torch.optim.Optimizer:
 
 
 def make_schedule(optimizer: torch.optim.Optimizer, recipe: Recipe, steps_per_epoch: int) -> CosineLRScheduler:
-    """Linear warm-up, then a cosine whose clock started with the warm-up.
-
-    `step_update(n)` sets the rate of update n; the schedule has no state.
-    """
+    """Linear warm-up, then a cosine whose clock started with it; `step_update(n)` sets the rate of update n."""
     return CosineLRScheduler(
         optimizer,
         t_initial=recipe.epochs * steps_per_epoch,
@@ -39,27 +36,19 @@ def make_average(model: nn.Module, recipe: Recipe) -> ModelEmaV3 | None:
 
     With warm-up its decay is that of a plain mean until it reaches the recipe's.
     """
-    if not recipe.model_ema_decay:
-        return None
-    return ModelEmaV3(model, decay=recipe.model_ema_decay, use_warmup=recipe.model_ema_warmup, warmup_power=1.0)
+    warmup = dict(use_warmup=recipe.model_ema_warmup, warmup_power=1.0)
+    return ModelEmaV3(model, decay=recipe.model_ema_decay, **warmup) if recipe.model_ema_decay else None
 
 
 def state_tensors(optimizer: torch.optim.Optimizer, model: nn.Module) -> Tensors:
     """The optimiser's state as {"exp_avg/blocks.0...": tensor}."""
-    return {
-        f"{key}/{name}": value
-        for name, parameter in model.named_parameters()
-        for key, value in optimizer.state[parameter].items()
-    }
+    states = {name: optimizer.state[parameter] for name, parameter in model.named_parameters()}
+    return {f"{key}/{name}": value for name, state in states.items() for key, value in state.items()}
 
 
 def load_state_tensors(optimizer: torch.optim.Optimizer, model: nn.Module, tensors: Tensors) -> None:
-    """Undo `state_tensors`."""
-    states: dict[str, Tensors] = {}
+    """Undo `state_tensors`. The tensors are on the model's device."""
+    parameters = dict(model.named_parameters())
     for key, value in tensors.items():
         kind, name = key.split("/", 1)
-        states.setdefault(name, {})[kind] = value
-    names = {parameter: name for name, parameter in model.named_parameters()}
-    ordered = [names[parameter] for group in optimizer.param_groups for parameter in group["params"]]
-    state = {number: states[name] for number, name in enumerate(ordered) if name in states}
-    optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
+        optimizer.state[parameters[name]][kind] = value
