@@ -6,9 +6,8 @@ import torch
 from matplotlib.figure import Figure
 
 import digit_runs
-import tiny
 import tiny_vision
-from vision_runs import TRAIN, flags
+import vision_runs
 
 
 @pytest.fixture(params=[True, False], ids=["fused", "explicit"])
@@ -45,7 +44,7 @@ def photo(tmp_path):
 def digits(tmp_path_factory):
     """A softmax ViT that knows digits at 32 pixels: a run."""
     out = tmp_path_factory.mktemp("digits")
-    digit_runs.train(out, "--model", digit_runs.SOFTMAX, "--epochs", 5, "--lr", 0.2)
+    digit_runs.train(out, *digit_runs.KNOWS_DIGITS)
     assert digit_runs.accuracy(out) > 65
     return out
 
@@ -54,7 +53,5 @@ def digits(tmp_path_factory):
 def uninterrupted(pictures, tmp_path_factory):
     """The whole run, by the command one would type."""
     out = tmp_path_factory.mktemp("uninterrupted")
-    done = tiny.call(TRAIN, *flags(pictures, out))
-    assert "finished, top-1" in done.stdout
-    (out / "stdout").write_text(done.stdout)
+    assert "finished, top-1" in vision_runs.train(pictures, out).stdout
     return out

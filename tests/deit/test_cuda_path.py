@@ -25,6 +25,13 @@ FORMS = {
     "softmax": dict(model="deit_tiny_patch16_224", grad_checkpointing=True),
     "hybrid": dict(attention="GV", device_batch_size=12, model_ema_decay=0.0, clip_grad=0.0),
     "vlt": dict(model="deit_tiny_vlt_patch16_224", bce_loss=True, smoothing=0.0, three_augment=True),
+    "taught": dict(
+        model="deit_tiny_distilled_patch16_224",
+        distillation_type="soft",
+        teacher_model="test_vit",
+        batch_size=4,
+        group_size=4,
+    ),
 }
 
 
@@ -45,8 +52,12 @@ def config(pictures, out, **settings):
     return TrainConfig(**{**places, **SMALL, "device_type": "cuda", **settings})
 
 
-def check(trainer):
-    """Train an update, and look where everything is."""
+@pytest.mark.parametrize("form", FORMS)
+def test_every_form_trains(form, gpu, pictures, tmp_path):
+    """An update, and everything is where it should be; what is computed in autocast is bfloat16."""
+    torch.save(timm.create_model("test_vit", num_classes=3).state_dict(), tmp_path / "teacher.pth")
+    settings = dict(teacher_path=str(tmp_path / "teacher.pth"), **FORMS[form])
+    trainer = Trainer(config(pictures, tmp_path, **settings), setup("cuda"))
     trainer.announce()
     assert 0 < trainer.step(False)[0]["loss"] < 3
     for name, p in trainer.model.named_parameters():
@@ -57,18 +68,8 @@ def check(trainer):
     if trainer.average is not None:
         assert {p.device for p in trainer.average.module.parameters()} == {GPU}
     trainer.close()
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_every_form_trains(form, gpu, pictures, tmp_path):
-    check(Trainer(config(pictures, tmp_path, **FORMS[form]), setup("cuda")))
-
-
-def test_a_teacher_teaches_there(gpu, pictures, tmp_path):
-    torch.save(timm.create_model("test_vit", num_classes=3).state_dict(), tmp_path / "teacher.pth")
-    teacher = dict(teacher_model="test_vit", teacher_path=str(tmp_path / "teacher.pth"), distillation_type="soft")
-    settings = dict(teacher, model="deit_tiny_distilled_patch16_224", batch_size=4, group_size=4)
-    check(Trainer(config(pictures, tmp_path, **settings), setup("cuda")))
+    with autocast(GPU, "auto"):
+        assert torch.nn.Linear(8, 8, device="cuda")(torch.randn(2, 8, device="cuda")).dtype == torch.bfloat16
 
 
 def test_a_run_is_the_cpus_run(gpu, pictures, tmp_path):
@@ -88,8 +89,3 @@ def test_a_run_is_the_cpus_run(gpu, pictures, tmp_path):
         assert on_cpu.keys() == on_gpu.keys()
         for key in on_cpu:
             assert (on_gpu[key] - on_cpu[key]).abs().mean() < 1e-4, key
-
-
-def test_autocast_is_bfloat16(gpu):
-    with autocast(GPU, "auto"):
-        assert torch.nn.Linear(8, 8, device="cuda")(torch.randn(2, 8, device="cuda")).dtype == torch.bfloat16

@@ -1,4 +1,4 @@
-"""Vision models elsewhere: as ONNX in onnxruntime, exported folders in transformers."""
+"""Vision models as ONNX in onnxruntime."""
 
 import importlib.util
 
@@ -9,9 +9,8 @@ import torch
 import deit_gka.export as export
 from deit_gka.data.sources import decode, open_source
 from deit_gka.data.transforms import eval_transform
-from deit_gka.model import onnx as vision
 from deit_gka.model.checkpoints import about_images, find_checkpoint, load_run
-from tiny_vit import SMALL, small
+from tiny_vit import SMALL, assert_as_exact, small
 from trainkit_gka import onnx
 from trainkit_gka.cli import UserError
 from vision_runs import in_process
@@ -21,66 +20,46 @@ needs_onnx = pytest.mark.skipif(
     reason='needs the extra: pip install -e ".[onnx]"',
 )
 IMAGES = {"input_size": (3, 32, 32)}
-DIGITS = [str(digit) for digit in range(10)]
-
-
-def trained(kind="gka", **settings):
-    """A model with biases, norms and bandwidths that are not what they were at the start."""
-    model = small(kind, **settings)
-    for name, p in model.named_parameters():
-        if p.ndim == 1:
-            torch.nn.init.normal_(p, mean=0.5 if "norm" in name else 0.0, std=0.3)
-    return model.eval()
-
-
-def assert_computes_the_same(model, outputs, images):
-    """Twice plain float32's error, and the roundings that models' gates allow."""
-    with torch.no_grad():
-        torchs, expected = model(images).double(), model.double()(images.double())
-    model.float()
-    allowed = 2 * (torchs - expected).norm() + 32 * torch.finfo(torch.float32).eps * expected.norm()
-    assert (outputs.double() - expected).norm() <= allowed
+BATCHES = [(1, 3, 32, 32), (2, 3, 32, 32), (5, 3, 32, 32)]
+CASES = {
+    "timm's": (dict(kind="softmax"), BATCHES),
+    "hybrid with offsets": (dict(attention="GVA", depth=3, spatial_offsets="LUD"), BATCHES),
+    "any size": (dict(attention="GVA", depth=3, pos_embed="none", dynamic_img_size=True), [*BATCHES, (3, 3, 48, 80)]),
+}
 
 
 @needs_onnx
-@pytest.mark.parametrize(
-    "settings",
-    [dict(kind="softmax"), dict(attention="GVA", depth=3, spatial_offsets="LUD")],
-    ids=["timm's", "hybrid with offsets"],
-)
-def test_onnx_computes_what_the_model_does_for_any_batch(settings, tmp_path):
-    model = trained(**settings)
-    (path,) = vision.write(model, tmp_path, IMAGES)
+@pytest.mark.parametrize("case", CASES)
+def test_onnx_computes_what_the_model_does_for_any_batch(case, tmp_path):
+    """And, without learned positions, for images of another size."""
+    settings, shapes = CASES[case]
+    model = small(**settings).eval()
+    for name, p in model.named_parameters():
+        if p.ndim == 1:  # biases, norms and bandwidths that are not what they were at the start
+            torch.nn.init.normal_(p, mean=0.5 if "norm" in name else 0.0, std=0.3)
+    (path,) = export.write_onnx(model, tmp_path, IMAGES)
     session = onnx.session(path, threads=1)
-    for batch in (1, 2, 5):
-        images = torch.randn(batch, 3, 32, 32)
-        assert_computes_the_same(model, onnx.run(session, images)[0], images)
+    for shape in shapes:
+        images = torch.randn(shape)
+        assert_as_exact(model, onnx.run(session, images)[0], images)
     assert onnx.about(session) == {"input_size": [3, 32, 32]}
 
 
-@pytest.fixture(scope="module")
-def exported(digits, tmp_path_factory):
-    """The options of the export of the digits' run; its folder is `out`."""
-    folder = tmp_path_factory.mktemp("exported")
-    config = export.ExportConfig(run=digits / "run", out=folder, weights="model", onnx=True, int8=True)
-    export.main(config)
-    return config
-
-
 @needs_onnx
-def test_int8_agrees_on_digits(exported):
+def test_int8_agrees_on_digits(digits, tmp_path):
     """Top-1 of the held-out digits: float32 as torch's on all of them, int8 on 97 of 100."""
-    checkpoint = find_checkpoint(exported.run)
+    export.main(export.ExportConfig(run=digits / "run", out=tmp_path, weights="model", onnx=True, int8=True))
+    checkpoint = find_checkpoint(digits / "run")
     model, about = load_run(checkpoint, "model", "cpu"), about_images(checkpoint.state)
     source, transform = open_source("digits", "val"), eval_transform(about["input_size"][-1], about["crop_pct"])
     images = torch.stack([transform(decode(source.read(place)[0])) for place in range(len(source))])
     with torch.no_grad():
         expected = model(images).argmax(-1)
     for name, least in ((onnx.MODEL, 1.0), (onnx.INT8_MODEL, 0.97)):
-        session = onnx.session(exported.out / name, threads=1)
-        assert onnx.about(session)["classes"] == DIGITS
+        session = onnx.session(tmp_path / name, threads=1)
+        assert onnx.about(session)["classes"] == [str(digit) for digit in range(10)]
         assert (onnx.run(session, images)[0].argmax(-1) == expected).double().mean().item() >= least
-    sizes = [(exported.out / name).stat().st_size for name in (onnx.INT8_MODEL, onnx.MODEL)]
+    sizes = [(tmp_path / name).stat().st_size for name in (onnx.INT8_MODEL, onnx.MODEL)]
     assert sizes[0] < 0.6 * sizes[1]
 
 
@@ -89,7 +68,7 @@ def test_int8_agrees_on_digits(exported):
 def test_onnx_that_differs_from_the_model_does_not_stay(bound, stays, tmp_path, monkeypatch):
     monkeypatch.setattr(onnx, bound, 0.0)
     with pytest.raises(UserError, match=r"differed from the model .* and was deleted"):
-        vision.write(small(depth=1), tmp_path, IMAGES, int8=True)
+        export.write_onnx(small(depth=1), tmp_path, IMAGES, int8=True)
     assert {path.name for path in tmp_path.iterdir()} == stays
 
 

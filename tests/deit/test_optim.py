@@ -1,4 +1,4 @@
-"""Optimiser, schedule and weight average are the paper's, and their state is kept exactly."""
+"""Optimiser, schedule and weight average are the paper's."""
 
 import math
 
@@ -21,13 +21,9 @@ def test_learning_rates_are_the_papers():
 
     assert rate(0) == pytest.approx(1e-6)
     assert rate(1785) == pytest.approx(1e-6 + (1.75e-3 - 1e-6) / 2)  # half of the warm-up
-    assert rate(5 * 714) == pytest.approx(1.7488e-3, rel=1e-5)
-    assert rate(300 * 714 - 1) == pytest.approx(1e-6, rel=1e-4)
-    for update in (5 * 714 + 1, 100 * 714, 150 * 714, 299 * 714):
-        first = rate(update)
-        rate(7)
-        assert rate(update) == first  # remembers nothing
-        assert first == pytest.approx(1e-6 + (1.75e-3 - 1e-6) * (1 + math.cos(math.pi * update / (300 * 714))) / 2)
+    for update in (5 * 714, 100 * 714, 7, 150 * 714, 299 * 714, 300 * 714 - 1):  # in any order: it remembers nothing
+        cosine = 1e-6 + (1.75e-3 - 1e-6) * (1 + math.cos(math.pi * update / (300 * 714))) / 2
+        assert rate(update) == pytest.approx(cosine if update > 7 else 1e-6 + (1.75e-3 - 1e-6) * 7 / (5 * 714))
 
 
 def test_weight_decay_groups_and_every_parameter_learns():
@@ -49,18 +45,13 @@ def test_weight_decay_groups_and_every_parameter_learns():
 
 
 def test_average_without_warmup_is_deits():
-    model = micro()
+    model = torch.nn.Linear(3, 2).double()
     average = make_average(model, Recipe(model_ema_warmup=False, model_ema_decay=0.9))
-    history = [{name: p.clone() for name, p in model.named_parameters()}]
+    expected = model.weight.detach().clone()
     for _ in range(4):
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter += torch.randn_like(parameter)
+        torch.nn.init.normal_(model.weight)
         average.update(model, step=None)  # as the trainer does
-        history.append({name: p.clone() for name, p in model.named_parameters()})
-    for name, value in average.module.named_parameters():
-        start, *later = (weights[name] for weights in history)
-        expected = 0.9**4 * start + sum(0.1 * 0.9 ** (3 - k) * weights for k, weights in enumerate(later))
-        torch.testing.assert_close(value, expected, rtol=1e-4, atol=1e-5)
+        expected = 0.9 * expected + 0.1 * model.weight.detach()
+    torch.testing.assert_close(average.module.weight, expected)
     assert make_average(model, Recipe(model_ema_warmup=False)).get_decay(None) == 0.99996
     assert make_average(model, Recipe(model_ema_decay=0.0)) is None

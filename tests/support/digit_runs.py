@@ -8,9 +8,10 @@ from deit_gka.model.checkpoints import build
 from trainkit_gka.progress import read_events
 
 GKA, VLT, SOFTMAX = "deit_tiny_gka_patch16_224", "deit_tiny_vlt_patch16_224", "deit_tiny_patch16_224"
-SHALLOW = ["--model-kwargs", "patch_size=16", "embed_dim=64", "depth=1", "num_heads=2"]
+KNOWS_DIGITS = ["--model", SOFTMAX, "--epochs", 5, "--lr", 0.2]
 EASY = [
-    *SHALLOW, "--data", "digits", "--device-type", "cpu", "--batch-size", 16, "--group-size", 16, "--repeated-aug", 1,
+    "--model-kwargs", "patch_size=16", "embed_dim=64", "depth=1", "num_heads=2",
+    "--data", "digits", "--device-type", "cpu", "--batch-size", 16, "--group-size", 16, "--repeated-aug", 1,
     "--scale", 0.8, 1, "--hflip", 0, "--aa", "", "--reprob", 0, "--mixup", 0, "--cutmix", 0, "--drop-path", 0,
     "--warmup-epochs", 0, "--eval-every", "-1", "--save-every", "-1", "--log-every", 20, "--num-workers", 0,
 ]  # fmt: skip

@@ -6,17 +6,14 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from processes import call, descendants, server, start
+from processes import call, server
 
-__all__ = ["call", "descendants", "server", "start"]
+__all__ = ["call", "server"]
 
 SIZE = 16
 SHAPE = dict(patch_size=4, embed_dim=16, depth=2, num_heads=2)
 MICRO = ["--model-kwargs", *(f"{key}={value}" for key, value in SHAPE.items())]
 MICRO += ["--input-size", SIZE, "--device-type", "cpu"]
-
-
-# Pictures
 
 
 def photo(seed: int, label: int = 0, size: tuple[int, int] = (28, 24)) -> Image.Image:

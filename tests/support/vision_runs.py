@@ -53,6 +53,11 @@ def final(out, step=STEPS, names=("model", "ema", "optimizer")):
     return [(out / "run" / "checkpoints" / f"step_{step:08d}" / f"{name}.safetensors").read_bytes() for name in names]
 
 
+def metrics(out):
+    """The numbers of the finished run."""
+    return json.loads((out / "results.jsonl").read_text())["metrics"]
+
+
 def wait_for_step(process, out, step):
     while process.alive() and (steps_of(out) or [0])[-1] < step:
         time.sleep(0.002)
