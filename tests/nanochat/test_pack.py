@@ -81,26 +81,22 @@ def upstream_rows(paths: list[Path], vocabulary: Tokenizer, capacity: int, count
     return rows
 
 
-@pytest.fixture(scope="module")
-def odd(tmp_path_factory):
-    """Row groups of sizes that 128 does not divide, empty documents, documents longer than a row."""
-    root = tmp_path_factory.mktemp("odd")
-    (root / "corpus").mkdir()
+def test_rows_for_evaluation_are_upstreams_and_are_called_so(tmp_path):
+    """As far as nanochat's loader reads a file before its buffer runs empty, and as far as they are stored.
+
+    Row groups have sizes that 128 does not divide, empty documents, and documents longer than a row.
+    """
     schema, sizes = pa.schema([("text", pa.string())]), [1, 77, 130, 300, 129, 513] * 3
-    for number in range(3):
+    paths = [write_parquet(tmp_path / "corpus") / f"{number}.parquet" for number in range(3)]
+    for number, path in enumerate(paths):
         documents = enumerate(tiny.documents(2500, number))
         texts = ["" if k % 11 == 3 else text * (9 if k % 13 == 5 else 1) for k, text in documents]
-        with pq.ParquetWriter(root / "corpus" / f"{number}.parquet", schema) as writer:
+        with pq.ParquetWriter(path, schema) as writer:
             for first, size in zip(np.cumsum([0, *sizes]), sizes):
                 writer.write_table(pa.table({"text": texts[first : first + size]}, schema))
-    tokenizer.main(tokenizer.TokenizerConfig(corpus=root / "corpus", out=root / "tokenizer", vocab_size=300))
-    pack.main(config(root, root / "packed"))
-    return root
-
-
-def test_rows_for_evaluation_are_upstreams_and_are_called_so(odd):
-    """As far as nanochat's loader reads a file before its buffer runs empty, and as far as they are stored."""
-    data, paths = PackedData(odd / "packed"), sorted((odd / "corpus").glob("*.parquet"))
+    tokenizer.main(tokenizer.TokenizerConfig(tmp_path / "corpus", tmp_path / "tokenizer", vocab_size=300))
+    pack.main(config(tmp_path, tmp_path / "packed"))
+    data = PackedData(tmp_path / "packed")
     shards = {shard["name"]: shard for shard in data.manifest["shards"]}
     counts = {}
     for split, name, files in (("val", "val", paths[-1:]), ("train", "train_first", paths[:-1])):
