@@ -18,7 +18,7 @@ from tiny_gpt import SHAPE, VARIANTS, awake
 from trainkit_gka.distributed import Runtime
 
 CPU = torch.device("cpu")
-LARGER = dict(sequence_len=64, vocab_size=500, n_embd=128, window_pattern="L")
+LARGER = dict(sequence_len=64, vocab_size=2000, n_embd=128, window_pattern="L")
 
 
 def shape(**fields) -> GPTConfig:
