@@ -9,24 +9,21 @@ A task's score is on disk as soon as the task is finished: the same command cont
 for some of the tasks keeps the scores of the others.
 """
 
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Literal
-
-import torch
+from typing import Annotated, Any, Literal
 
 from nanochat_gka.core_metric.bundle import Task, read_tasks
 from nanochat_gka.core_metric.fetch import BundleFlags
 from nanochat_gka.core_metric.huggingface import load_hugging_face
-from nanochat_gka.core_metric.questions import shuffled
-from nanochat_gka.core_metric.report import Score, show, write_csv
-from nanochat_gka.core_metric.score_file import EvaluatedModel, ScoreFile
-from nanochat_gka.core_metric.task_scorer import BATCH_TOKENS, TaskScorer, check_enough
+from nanochat_gka.core_metric.report import Score, aggregate, score_of, show, write_csv
+from nanochat_gka.core_metric.scoring import BATCH_TOKENS, TaskScorer
 from nanochat_gka.model.checkpoints import load
 from trainkit_gka.cli import Bounds, CountOrAll, UserError, run
 from trainkit_gka.distributed import Runtime, running
 from trainkit_gka.progress import console, progress_bar
-from trainkit_gka.results import check_appendable
+from trainkit_gka.results import append_result, check_appendable, read_results
 
 HUGGING_FACE_SHARE = 4  # of BATCH_TOKENS: their models compute the logits of all tokens
 
@@ -57,84 +54,86 @@ class CoreConfig(BundleFlags):
     context), as in nanochat."""
     batch_tokens: Annotated[int, Bounds(0)] = 0
     """Tokens of all prompts of a forward pass; 0 = 65536 on CUDA, 4096 on a CPU. It changes the speed alone."""
-    prefix_reuse: bool = True
-    """Compute once what the choices of a question have in common."""
     device_type: Literal["auto", "cuda", "cpu"] = "auto"
     """Device to compute on; auto takes CUDA if there is one."""
 
-    def check(self) -> None:
-        """Raises UserError for values that make no sense together."""
-        if self.hf_path and self.step != -1:
-            raise UserError("--step is for a run of ours; a model of --hf-path has no steps")
-        if not self.tasks:
-            raise UserError("--tasks needs at least one label or set")
 
+@dataclass(frozen=True)
+class ScoreFile:
+    """The JSON-lines file of a model's scores. config: the weights, and the limits that tasks are asked with."""
 
-def open_model(config: CoreConfig, device: torch.device) -> EvaluatedModel:
-    """The model to score: of a run of ours, or Hugging Face's. Raises UserError if there is none."""
-    if config.hf_path:
-        return load_hugging_face(config.hf_path, device)
-    loaded = load(config.run, config.step, device)
-    model, shape = loaded.model, loaded.model.config
-    about = f"{loaded.name}: {shape.attention}, depth {shape.n_layer}, step {loaded.step}"
-    return EvaluatedModel(model, loaded.tokenizer, loaded.name, loaded.step, loaded.sha256, model.rotary.length, about)
+    path: Path
+    config: dict[str, Any]
+    runtime: Runtime
 
+    def scores(self, tasks: list[Task]) -> dict[str, Score]:
+        """By label, the scores of these very questions. A task whose data or baseline are missing is left out."""
+        lines, scores = read_results(self.path, "accuracy", "examples"), {}
+        for task in tasks:
+            with suppress(UserError):
+                config = self.config | task.identity()
+                for line in lines:
+                    if line["config"] == config and task.baseline is not None:
+                        scores[task.label] = score_of(task.label, line["metrics"] | {"baseline": task.baseline})
+        return scores
 
-def open_file(config: CoreConfig, runtime: Runtime, evaluated: EvaluatedModel) -> ScoreFile:
-    """The file of the model's scores, for tasks that are asked as `config` says."""
-    limit = evaluated.limit
-    max_seq_len = min(limit, config.max_seq_len) if config.max_seq_len > 0 else limit
-    return ScoreFile(config.out, evaluated, runtime, config.max_per_task, max_seq_len)
-
-
-def make_scorer(config: CoreConfig, runtime: Runtime, evaluated: EvaluatedModel, max_seq_len: int) -> TaskScorer:
-    """The model, ready to be asked."""
-    default = BATCH_TOKENS[runtime.device.type] // (HUGGING_FACE_SHARE if config.hf_path else 1)
-    batch_tokens, model, tokenizer = config.batch_tokens or default, evaluated.model, evaluated.tokenizer
-    return TaskScorer(model, tokenizer, runtime, max_seq_len, batch_tokens, config.prefix_reuse)
-
-
-def score(task: Task, scorer: TaskScorer, file: ScoreFile) -> Score:
-    """The task's score, from the file if it is there. Raises UserError for data that cannot be used."""
-    examples = task.examples()
-    if (known := file.score(task)) is not None:
-        return known
-    with progress_bar() as bar:
-        return file.add(task, scorer.measure(task, shuffled(examples, file.max_per_task), bar))
+    def add(self, kind: str, task: dict[str, Any], metrics: dict[str, Any]) -> None:
+        """Append a line, unless the same is there."""
+        config, lines = self.config | task, read_results(self.path)
+        if self.runtime.is_main and (config, metrics) not in [(line["config"], line["metrics"]) for line in lines]:
+            append_result(self.path, kind, config, metrics, self.runtime.device, self.runtime.world_size)
 
 
 def evaluate(config: CoreConfig, runtime: Runtime) -> list[str]:
     """Score every task that can be scored, and show the table. Returns what was wrong with the other tasks."""
-    evaluated = runtime.agree(lambda: open_model(config, runtime.device))
+    run, hf_path, device = config.run, config.hf_path, runtime.device
+    loaded = runtime.agree(lambda: load_hugging_face(hf_path, device) if hf_path else load(run, config.step, device))
     bundle = config.open_on_all(config.out, runtime)
-    tasks = runtime.agree(lambda: read_tasks(bundle, config.tasks))
-    check_enough(tasks, config.max_per_task, "--max-per-task")
-    file = open_file(config, runtime, evaluated)
+    every, tasks = runtime.agree(lambda: (read_tasks(bundle), read_tasks(bundle, config.tasks)))
+    limit = loaded.model.rotary.length
+    max_seq_len = min(limit, config.max_seq_len) if config.max_seq_len > 0 else limit
+    model = {"model": loaded.name, "step": loaded.step, "weights": loaded.sha256}
+    limits = {"max_per_task": config.max_per_task, "max_seq_len": max_seq_len}
+    label = loaded.name if loaded.step is None else f"{loaded.name}_step{loaded.step:06d}"
+    file = ScoreFile(config.out / f"{label}.jsonl", model | limits, runtime)
     runtime.agree(lambda: check_appendable(file.path))
-    scorer = make_scorer(config, runtime, evaluated, file.max_seq_len)
-    scores, problems = [], []
-    runtime.print(f"{evaluated.about}; {len(tasks)} tasks of {bundle}")
+    batch_tokens = config.batch_tokens or BATCH_TOKENS[device.type] // (HUGGING_FACE_SHARE if hf_path else 1)
+    scorer = TaskScorer(loaded.model, loaded.tokenizer, runtime, max_seq_len, batch_tokens)
+    known, problems = file.scores(every), []
+    runtime.print(f"{label}: {len(tasks)} tasks of {bundle}")
     for number, task in enumerate(tasks, start=1):
         place = f"[{number}/{len(tasks)}] {task.label}"
         try:
-            result = score(task, scorer, file)
+            if task.label not in known:
+                with progress_bar() as bar:
+                    metrics = scorer.measure(task, task.examples(config.max_per_task), bar)
+                file.add("core", task.identity(), metrics)
+                known[task.label] = score_of(task.label, metrics)
         except UserError as error:
             problems.append(str(error))
             runtime.print(f"{place}: cannot be scored")
             continue
-        scores.append(result)
-        size = f"{result.shots} shots, {result.examples:,} examples"
-        runtime.print(f"{place}: accuracy {result.accuracy:.4f}, centred {result.centered:.4f} ({size})")
+        score = known[task.label]
+        size = f"{task.shots} shots, {score.examples:,} examples"
+        runtime.print(f"{place}: accuracy {score.accuracy:.4f}, centred {score.centered:.4f} ({size})")
+    scores = [known[task.label] for task in tasks if task.label in known]
     if scores and runtime.is_main:
-        write_csv(file.csv, file.scores(read_tasks(bundle)))
-        show(scores, evaluated.label)
-        name, value = file.add_mean(scores)
-        console.print(f"{name}: {value:.4f}    {file.csv}, {file.path}", highlight=False, markup=False)
+        sampled = f"_max{config.max_per_task}" if config.max_per_task > 0 else ""
+        table = config.out / f"{label}{sampled}{f'_len{max_seq_len}' if max_seq_len < limit else ''}.csv"
+        write_csv(table, [known[task.label] for task in every if task.label in known])
+        show(scores, label)
+        name, value, error = aggregate(scores)
+        mean = {"name": name, "centered": value, "standard_error": error}
+        file.add("core_mean", {"tasks": [score.label for score in scores]}, mean)
+        console.print(f"{name}: {value:.4f}    {table}, {file.path}", highlight=False, markup=False)
     return problems
 
 
 def main(config: CoreConfig) -> None:
-    config.check()
+    if config.hf_path and config.step != -1:
+        raise UserError("--step is for a run of ours; a model of --hf-path has no steps")
+    if not config.tasks:
+        raise UserError("--tasks needs at least one label or set")
     with running(config.device_type) as runtime:
         if problems := evaluate(config, runtime):
             raise UserError("; ".join(problems))

@@ -22,9 +22,8 @@ import torch
 from rich.progress import Progress
 
 from gka import bandwidth_warnings
-from nanochat_gka.core_metric.during_training import CoreMetric
 from nanochat_gka.core_metric.fetch import BundleFlags
-from nanochat_gka.core_metric.task_scorer import BATCH_TOKENS, TaskScorer
+from nanochat_gka.core_metric.scoring import BATCH_TOKENS, CoreMetric, TaskScorer
 from nanochat_gka.data.loader import EvalRows, PackedData, RowStream, micro_batches, to_device
 from nanochat_gka.data.tokenizer import FILE_NAME
 from nanochat_gka.generation.engine import Engine

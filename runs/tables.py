@@ -14,9 +14,8 @@ from pathlib import Path
 from typing import Literal
 
 from gka.kinds import KINDS
-from nanochat_gka.core_metric.bundle import CORE_SIZES, PAPER_TASKS
-from nanochat_gka.core_metric.published import GPT2_ACCURACY, PAPER_EXAMPLES, PAPER_MEAN
-from nanochat_gka.core_metric.report import Score, aggregate, error_of_mean, paper_score, score_of
+from nanochat_gka.core_metric.published import CORE_SIZES, GPT2_ACCURACY, PAPER_EXAMPLES, PAPER_MEAN, PAPER_TASKS
+from nanochat_gka.core_metric.report import Score, aggregate, paper_score, score_of
 from nanochat_gka.training.bits_per_byte import remarks
 from runs import frames, pages
 from runs.demo.language import COLUMNS, STEPS, VARIANTS, run_tag
@@ -270,7 +269,7 @@ def value_of(score: Score) -> Value:
 
 def mean_of(scores: list[Score]) -> Value:
     """The mean over the six tasks, and its standard error."""
-    return aggregate(scores)[1], error_of_mean([score.standard_error for score in scores])
+    return aggregate(scores)[1:]
 
 
 def core_cell(paper: Value, ours: Value | None, examples: tuple[str, str] = ("", ""), sign: str = "") -> Cell:
@@ -349,7 +348,7 @@ def core() -> list[Table]:
     rows = []
     for task in PAPER_TASKS:
         ours = [score_of(task, lines[task]["metrics"]) for lines in records.values()]
-        gpt2 = Score(task, GPT2_ACCURACY[task][0], GUESSING[task], 0, CORE_SIZES[task])
+        gpt2 = Score(task, GPT2_ACCURACY[task][0], GUESSING[task], CORE_SIZES[task])
         scores = [*ours, gpt2, *(paper_score(task, model, GUESSING[task]) for model in range(2))]
         for column, score in zip(columns, scores):
             column.append(score)

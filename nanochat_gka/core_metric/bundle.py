@@ -1,12 +1,15 @@
-"""The evaluation bundle: which tasks there are, their examples, their random baselines.
+"""The evaluation bundle: its tasks, their examples, and the questions that are made of them.
 
 A bundle is a folder with core.yaml (the tasks), eval_meta_data.csv (the baselines) and eval_data/ (JSON lines, a file
-per task). Errors in a task's data are raised when that task is read, so that the other tasks can be scored.
+per task). Errors in a task's data are raised when that task is read, so that the other tasks can be scored. Shuffling,
+shots, prompts, spans and cropping are nanochat's, so that scores compare with its published ones.
 """
 
 import csv
+import hashlib
 import io
 import json
+import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -14,51 +17,37 @@ from typing import Any
 
 import yaml
 
+from nanochat_gka.core_metric.published import CORE_TASKS, PAPER_TASKS
+from nanochat_gka.data.tokenizer import Tokenizer
 from trainkit_gka.cli import UserError
 
 MANIFEST, BASELINES, DATA = "core.yaml", "eval_meta_data.csv", "eval_data"
 CHOICES, SCHEMA, LANGUAGE = "multiple_choice", "schema", "language_modeling"
-# For each kind of task, an example's fields of text and the list that its `gold` is an index into.
-FIELDS = {
-    CHOICES: (("query",), "choices"),
-    SCHEMA: (("continuation",), "context_options"),
-    LANGUAGE: (("context", "continuation"), None),
-}
-# The 22 tasks whose mean is CORE, in the order of the published tables, and how many examples each has in the published
-# bundle. GPT-2 124M's published accuracies are whole numbers of these.
-CORE_SIZES = {
-    "hellaswag_zeroshot": 10042,
-    "jeopardy": 2117,
-    "bigbench_qa_wikidata": 20321,
-    "arc_easy": 2376,
-    "arc_challenge": 1172,
-    "copa": 100,
-    "commonsense_qa": 1221,
-    "piqa": 1838,
-    "openbook_qa": 500,
-    "lambada_openai": 5153,
-    "hellaswag": 10042,
-    "winograd": 273,
-    "winogrande": 1267,
-    "bigbench_dyck_languages": 1000,
-    "agi_eval_lsat_ar": 230,
-    "bigbench_cs_algorithms": 1320,
-    "bigbench_operators": 210,
-    "bigbench_repeat_copy_logic": 32,
-    "squad": 10570,
-    "coqa": 7983,
-    "boolq": 3270,
-    "bigbench_language_identification": 10000,
-}
-CORE_TASKS = tuple(CORE_SIZES)
-# The six that the paper reports for both of its models (table of the centred CORE subset).
-PAPER_TASKS = ("hellaswag_zeroshot", "copa", "openbook_qa", "lambada_openai", "winograd", "winogrande")
+OPTIONS = {CHOICES: "choices", SCHEMA: "context_options", LANGUAGE: None}  # the list that `gold` is an index into
 TASK_SETS = {"paper": PAPER_TASKS, "core": CORE_TASKS}
-
+SHUFFLE_SEED, SHOT_SEED = 1337, 1234
 # Bytes of an example, and of the list of tasks or the table of baselines; those of real bundles are far smaller.
 MAX_EXAMPLE, MAX_TABLE = 2**20, 2**18
 
 Example = dict[str, Any]
+
+
+@dataclass
+class Question:
+    """One example ready for the model: token prompts, and where the judged span, to the prompt's end, of each begins.
+
+    The prompt whose span has the lowest mean cross-entropy is the answer, right if it is number `gold`. Language
+    modelling (`greedy`): a single prompt, right (1 = gold) if every token of the span is the model's first choice.
+    """
+
+    prompts: list[list[int]]
+    starts: list[int]
+    gold: int
+    greedy: bool
+
+    @property
+    def longest(self) -> int:
+        return max(map(len, self.prompts))
 
 
 @dataclass(frozen=True)
@@ -72,30 +61,88 @@ class Task:
     delimiter: str
     baseline: float | None
 
-    def examples(self) -> list[Example]:
-        """All examples in file order. Raises UserError, naming the file, if one cannot be asked or judged."""
-        if self.kind not in FIELDS:
-            kinds = ", ".join(FIELDS)
-            raise UserError(f"{self.label} has the unknown icl_task_type {self.kind!r}; known are {kinds}")
+    def identity(self) -> dict[str, Any]:
+        """What decides its questions, apart from sampling and cropping. Raises UserError if its data cannot be read."""
+        about = {"task": self.label, "kind": self.kind, "shots": self.shots, "delimiter": self.delimiter}
+        return {**about, "data": hashlib.sha256(self._read()).hexdigest()}
+
+    def examples(self, max_per_task: int = -1) -> list[Example]:
+        """The examples in the order in which they are asked, at most max_per_task of them (-1 = all).
+
+        Raises UserError, naming the file, if one cannot be asked or judged, or if there are too few.
+        """
+        if self.kind not in OPTIONS:
+            raise UserError(f"{self.label} has the unknown icl_task_type {self.kind!r}; known are {', '.join(OPTIONS)}")
         if self.baseline is None:
             raise UserError(f"{self.label} has no row with a random baseline in {BASELINES}")
-        try:
-            lines = self.file.read_bytes().splitlines()
-        except OSError as error:
-            raise UserError(f"the file of {self.label} cannot be read: {self.file} ({error.strerror})") from None
-        examples = [self._parse(line, number) for number, line in enumerate(lines, start=1) if line.strip()]
+        lines = enumerate(self._read().splitlines(), start=1)
+        examples = [self._parse(line, number) for number, line in lines if line.strip()]
+        random.Random(SHUFFLE_SEED).shuffle(examples)
+        examples = examples[:max_per_task] if max_per_task > 0 else examples
         if len(examples) <= self.shots:
             needed = f"{self.shots + 1} examples or more ({self.shots} shots and a question)"
-            raise UserError(f"{self.file}: {self.label} needs {needed}, got {len(examples)}")
+            limit = f" (max-per-task {max_per_task})" if max_per_task > 0 else ""
+            raise UserError(f"{self.file}: {self.label} needs {needed}, got {len(examples)}{limit}")
         return examples
 
-    def _parse(self, line: bytes, number: int) -> Example:
-        if len(line) > MAX_EXAMPLE:
-            raise UserError(f"{self.file}:{number}: {len(line):,} bytes; an example has at most {MAX_EXAMPLE:,}")
+    def question(self, examples: list[Example], index: int, tokenizer: Tokenizer, max_seq_len: int) -> Question:
+        """Number `index` of `examples`, its shots drawn from the others.
+
+        A prompt of more than max_seq_len tokens keeps its last ones, as upstream does for models with a limit; of a
+        span that begins before what is kept, the tokens that still have a predecessor count. Raises UserError where the
+        tokenizer merges the continuation into its context.
+        """
+
+        def encode(text: str) -> list[int]:
+            return [tokenizer.bos_id, *tokenizer.encode(text)]
+
+        example, rest = examples[index], [*examples[:index], *examples[index + 1 :]]
+        shots = random.Random(SHOT_SEED + index).sample(rest, self.shots)
+        before = "".join(self._text(shot, shot.get("gold")) + "\n\n" for shot in shots)
+        if self.kind == LANGUAGE:
+            without = encode((before + self._text({**example, "continuation": ""}, None)).strip())
+            prompts, starts = [encode(before + self._text(example, None))], [len(without)]
+            if prompts[0][: len(without)] != without or len(prompts[0]) == len(without):
+                merged = f"it merges {example['continuation']!r} into its context"
+                raise UserError(f"{self.file}: {self.label} cannot be asked with this tokenizer: {merged}")
+        else:
+            options = range(len(example[OPTIONS[self.kind]]))
+            prompts = [encode(before + self._text(example, option)) for option in options]
+            if self.kind == CHOICES:
+                starts = [common_prefix(prompts)] * len(prompts)
+            else:
+                common = common_prefix([prompt[::-1] for prompt in prompts])
+                starts = [len(prompt) - common for prompt in prompts]
+        cuts = [max(0, len(prompt) - max_seq_len) for prompt in prompts]
+        prompts = [prompt[cut:] for prompt, cut in zip(prompts, cuts)]
+        starts = [max(1, start - cut) for start, cut in zip(starts, cuts)]
+        return Question(prompts, starts, example.get("gold", 1), greedy=self.kind == LANGUAGE)
+
+    def _text(self, example: Example, option: int | None) -> str:
+        """An example with the answer number `option`; language modelling has one answer."""
+        if self.kind == LANGUAGE:
+            return f"{str(example['context']).strip()}{self.delimiter}{example['continuation']}"
+        if self.kind == CHOICES:
+            return f"{example['query']}{self.delimiter}{example['choices'][option]}"
+        return f"{example['context_options'][option]}{self.delimiter}{example['continuation']}"
+
+    def _read(self) -> bytes:
         try:
-            return parse_example(json.loads(line), self.kind)
-        except json.JSONDecodeError as error:
-            problem = f"not a JSON record ({error})"
+            return self.file.read_bytes()
+        except OSError as error:
+            raise UserError(f"the file of {self.label} cannot be read: {self.file} ({error.strerror})") from None
+
+    def _parse(self, line: bytes, number: int) -> Example:
+        try:
+            if len(line) > MAX_EXAMPLE:
+                raise ValueError(f"{len(line):,} bytes, at most {MAX_EXAMPLE:,}")
+            example, options = json.loads(line), OPTIONS[self.kind]
+            if not options and not str(example["continuation"]).strip():
+                raise ValueError("continuation must not be empty")
+            if options and not (isinstance(example[options], list) and example["gold"] in range(len(example[options]))):
+                raise ValueError(f"gold must be an index into the list {options}, got {example['gold']!r}")
+            self._text(example, example.get("gold"))
+            return example
         except KeyError as error:
             problem = f"{error.args[0]} is missing"
         except (TypeError, ValueError, RecursionError) as error:
@@ -103,17 +150,11 @@ class Task:
         raise UserError(f"{self.file}:{number}: {problem}")
 
 
-def parse_example(record: dict[str, Any], kind: str) -> Example:
-    """The fields of an example of `kind`. Raises KeyError, TypeError or ValueError if it cannot be asked or judged."""
-    texts, options = FIELDS[kind]
-    example: Example = {key: str(record[key]) for key in texts}
-    if kind == LANGUAGE and not example["continuation"].strip():
-        raise ValueError("continuation must not be empty")
-    if options:
-        if not isinstance(record[options], list) or record["gold"] not in range(len(record[options])):
-            raise ValueError(f"gold must be an index into the list {options}, got {record['gold']!r}")
-        example |= {options: [str(option) for option in record[options]], "gold": record["gold"]}
-    return example
+def common_prefix(sequences: Sequence[Sequence[int]]) -> int:
+    """Number of tokens at the beginning that all sequences share."""
+    low, high = min(sequences), max(sequences)  # in lexical order the others lie between
+    differing = (position for position, (a, b) in enumerate(zip(low, high)) if a != b)
+    return next(differing, min(len(low), len(high)))
 
 
 def read_tasks(bundle: Path, wanted: Sequence[str] = ("all",)) -> list[Task]:
@@ -122,10 +163,14 @@ def read_tasks(bundle: Path, wanted: Sequence[str] = ("all",)) -> list[Task]:
     wanted: labels, "all", "core" (the 22 of CORE) or "paper" (the six of the paper).
     Raises UserError for a folder without readable core.yaml or baselines, and for a task that is not in it.
     """
-    manifest, baselines = bundle / MANIFEST, read_baselines(bundle / BASELINES)
+    manifest, table = bundle / MANIFEST, bundle / BASELINES
     try:
-        entries = yaml.safe_load(_read_table(manifest))["icl_tasks"]
-        tasks = [_task(entry, bundle, baselines) for entry in entries]
+        rows = csv.DictReader(io.StringIO(_read_table(table), newline=""))
+        baselines = {row["Eval Task"]: float(row["Random baseline"]) for row in rows}
+    except (KeyError, TypeError, ValueError, csv.Error):
+        raise UserError(f"{table}: needs the columns Eval Task and Random baseline, a number in percent") from None
+    try:
+        tasks = [_task(entry, bundle, baselines) for entry in yaml.safe_load(_read_table(manifest))["icl_tasks"]]
     except (yaml.YAMLError, KeyError, TypeError, ValueError, IndexError, RecursionError):
         form = "a list icl_tasks of label, dataset_uri, num_fewshot (a list) and icl_task_type"
         raise UserError(f"{manifest} is not the YAML file of a CORE bundle, {form}") from None
@@ -153,15 +198,6 @@ def _task(entry: dict[str, Any], bundle: Path, baselines: dict[str, float]) -> T
     if not is_inside(file):
         raise UserError(f"{bundle / MANIFEST}: {label}'s dataset_uri {file} leads out of the bundle")
     return Task(label, bundle / DATA / file, kind, shots, delimiter, baselines.get(label))
-
-
-def read_baselines(path: Path) -> dict[str, float]:
-    """Accuracy of guessing per task, in percent. Raises UserError if the file is absent or has another form."""
-    try:
-        rows = csv.DictReader(io.StringIO(_read_table(path), newline=""))
-        return {row["Eval Task"]: float(row["Random baseline"]) for row in rows}
-    except (KeyError, TypeError, ValueError, csv.Error):
-        raise UserError(f"{path}: needs the columns Eval Task and Random baseline, a number in percent") from None
 
 
 def _read_table(path: Path) -> str:

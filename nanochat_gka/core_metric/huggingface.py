@@ -1,11 +1,11 @@
 """Hugging Face's causal language models on CORE: the same questions and scorer, so that scores compare with ours.
 
-As nanochat's --hf-path does it: the model's own tokenizer, every prompt opened by <|bos|> or <|endoftext|>, long
-prompts cut on the left, float32 weights, bfloat16 arithmetic on CUDA. Beyond it: other tokenizers' own BOS, and the
-length limit of any model, not of GPT-2 alone.
+As nanochat's --hf-path does it: the model's tokenizer, every prompt opened by <|bos|> or <|endoftext|> (beyond it:
+another tokenizer's BOS), long prompts cut on the left, float32 weights, bfloat16 arithmetic on CUDA.
 """
 
 import contextlib
+import functools
 import hashlib
 import importlib
 import inspect
@@ -15,7 +15,7 @@ from types import SimpleNamespace
 import torch
 
 from nanochat_gka.core_metric.prompt_tree import PromptTree
-from nanochat_gka.core_metric.score_file import EvaluatedModel
+from nanochat_gka.model.checkpoints import Loaded
 from trainkit_gka import extras
 from trainkit_gka.cli import PassingFault, UserError
 
@@ -26,14 +26,14 @@ UNLIMITED = 2**30
 
 
 class Causal:
-    """A transformers model with what the scorer needs of a GPT.
-
-    Prompts are padded on the right, where a causal model's mask hides the padding.
-    """
+    """A transformers model as a GPT for the scorer. Padding is on the right, where a causal mask hides it."""
 
     def __init__(self, model, device: torch.device):
         self.model, self.device = model.to(device).eval(), device
         self.config = SimpleNamespace(vocab_size=model.get_input_embeddings().num_embeddings)
+        lengths = (getattr(model.config.get_text_config(), key, None) for key in LENGTHS)
+        limit = next((length for length in lengths if isinstance(length, int) and length > 1), UNLIMITED)
+        self.rotary = SimpleNamespace(length=limit)
         self.can_limit_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
 
     def hidden(self, ids: torch.Tensor, tree: PromptTree) -> torch.Tensor:
@@ -49,27 +49,11 @@ class Causal:
         return hidden.float()
 
 
-class Encoder:
-    """A transformers tokenizer with what questions need. Raises UserError if it has no token that begins a document."""
+def load_hugging_face(path: str, device: torch.device) -> Loaded:
+    """The model and tokenizer in a folder, or of that name on the hub; nothing of it is executed or unpickled.
 
-    def __init__(self, tokenizer, path: str):
-        vocabulary, self.tokenizer = tokenizer.get_vocab(), tokenizer
-        self.largest = max(vocabulary.values())
-        known = [vocabulary[token] for token in (*BOS_TOKENS, tokenizer.bos_token) if token in vocabulary]
-        if not known:
-            missing = f"neither {' nor '.join(BOS_TOKENS)} nor a BOS token of its own"
-            raise UserError(f"the tokenizer of {path} has {missing}, so no document can begin")
-        self.bos_id = known[0]
-
-    def encode(self, text: str) -> list[int]:
-        return self.tokenizer.encode(text, add_special_tokens=False, verbose=False)
-
-
-def load_hugging_face(path: str, device: torch.device) -> EvaluatedModel:
-    """The model and tokenizer in a folder, or of that name on the hub.
-
-    Nothing of it is executed or unpickled: safetensors and known architectures only. Raises UserError if transformers
-    is not installed, and for whatever keeps the model from being loaded; PassingFault if the hub does not answer.
+    Raises UserError if transformers is not installed, and for whatever keeps the model from being loaded; PassingFault
+    if the hub does not answer.
     """
     if reason := extras.missing("hf", "transformers"):
         raise UserError(f"--hf-path {path}: {reason}")
@@ -80,35 +64,34 @@ def load_hugging_face(path: str, device: torch.device) -> EvaluatedModel:
         importlib.import_module("nanochat_gka.hf")  # ours, trained further or not
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
-    safely = {"trust_remote_code": False}
+    weights = {"dtype": torch.float32, "use_safetensors": True, "trust_remote_code": False}
     try:
-        tokenizer = transformers.AutoTokenizer.from_pretrained(path, **safely)
-        model = transformers.AutoModelForCausalLM.from_pretrained(
-            path, dtype=torch.float32, use_safetensors=True, **safely
-        )
+        tokenizer = transformers.AutoTokenizer.from_pretrained(path, trust_remote_code=False)
+        model = transformers.AutoModelForCausalLM.from_pretrained(path, **weights)
     except Exception as error:  # transformers raises whatever its parts do
         reason = " ".join(str(error).split())[:300] or type(error).__name__
         refused = "no causal language model that can be loaded from safetensors"
         kind = PassingFault if isinstance(error.__cause__, LocalEntryNotFoundError) else UserError
         raise kind(f"--hf-path {path}: {refused} ({reason})") from None
     model.config.use_cache = False
-    causal, encoder = Causal(model, device), Encoder(tokenizer, path)
-    if encoder.largest >= causal.config.vocab_size:
-        embeddings = f"the model has {causal.config.vocab_size} embeddings"
-        raise UserError(f"--hf-path {path}: the tokenizer has ids up to {encoder.largest}, {embeddings}")
-    shape = model.config.get_text_config()
-    lengths = (getattr(shape, key, None) for key in LENGTHS)
-    limit = next((length for length in lengths if isinstance(length, int) and length > 1), UNLIMITED)
+    causal, vocabulary = Causal(model, device), tokenizer.get_vocab()
+    largest, embeddings = max(vocabulary.values()), causal.config.vocab_size
+    if largest >= embeddings:
+        problem = f"the tokenizer has ids up to {largest}, the model has {embeddings} embeddings"
+        raise UserError(f"--hf-path {path}: {problem}")
+    beginnings = [vocabulary[token] for token in (*BOS_TOKENS, tokenizer.bos_token) if token in vocabulary]
+    if not beginnings:
+        missing = f"neither {' nor '.join(BOS_TOKENS)} nor a BOS token of its own"
+        raise UserError(f"the tokenizer of {path} has {missing}, so no document can begin")
+    encode = functools.partial(tokenizer.encode, add_special_tokens=False, verbose=False)
     name = Path(path).resolve().name if Path(path).is_dir() else path.replace("/", "-")
-    count = sum(parameter.numel() for parameter in model.parameters())
-    about = f"{name}: {type(model).__name__}, {count:,} parameters"
-    about += f", prompts of at most {limit:,} tokens" if limit < UNLIMITED else ""
-    return EvaluatedModel(causal, encoder, name, None, _digest(model, tokenizer), limit, about)
+    encoder, digest = SimpleNamespace(bos_id=beginnings[0], encode=encode), _digest(model, vocabulary)
+    return Loaded(causal, encoder, name, step=None, sha256=digest, training={})
 
 
-def _digest(model, tokenizer) -> str:
+def _digest(model, vocabulary: dict[str, int]) -> str:
     """Identity of weights and vocabulary, whatever files they came from."""
-    digest = hashlib.sha256(repr(sorted(tokenizer.get_vocab().items())).encode())
+    digest = hashlib.sha256(repr(sorted(vocabulary.items())).encode())
     for name, tensor in sorted(model.state_dict().items()):
         digest.update(name.encode())
         digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())

@@ -1,13 +1,11 @@
 """Prompts that begin alike, run as the tree they are: what prompts have in common is computed once.
 
-A token is computed once for all prompts that have it and everything before it in common. Outside attention a layer
-treats every token alone, so there the tokens of the tree are one long row without padding. For attention they are
-copied out to one row per prompt, padded on the right, where an ordinary causal mask is right. A token's output depends
-only on what precedes it, so it does not matter which prompt it is taken from.
+A token is computed once for all prompts that have it and everything before it in common. Outside attention the tokens
+of the tree are one long row without padding. For attention they are copied out to one row per prompt, padded on the
+right, where a causal mask is right. A token's output depends only on what precedes it, so any prompt's copy will do.
 """
 
 from collections.abc import Sequence
-from functools import partial
 
 import numpy as np
 import torch
@@ -19,52 +17,39 @@ class PromptTree(Context):
     """The context of `model.hidden(tree.ids, tree)`. Legend: N tokens of the tree, R prompts, L tokens of the longest.
 
     groups: how many of the prompts belong together, in order. The first tokens, as many as the prompts of every group
-      share, are mixed once for each group.
-    starts: per prompt, the first token that is judged. The model computes outputs of the tokens that predict judged
-      ones: of each prompt those from start - 1 to the last but one.
-    share: False computes every prompt by itself.
+    share, are mixed once for each group. starts: per prompt, the first token that is judged.
 
     ids: (1, N). nodes: per prompt, the places of its tokens in the tree. predictors: places of the tokens that predict
     judged ones, (n,). copies: nodes, padded, (R, L). first_query: where the last layer's queries begin in the copies.
     """
 
     def __init__(
-        self,
-        prompts: Sequence[Sequence[int]],
-        starts: Sequence[int],
-        groups: Sequence[int],
-        device: torch.device,
-        share: bool = True,
+        self, prompts: Sequence[Sequence[int]], starts: Sequence[int], groups: Sequence[int], device: torch.device
     ):
         def tensor(array: np.ndarray) -> torch.Tensor:
             return torch.from_numpy(array).to(device)
 
-        ids, positions, self.nodes = _grow(prompts, share)
+        ids, positions, self.nodes = _grow(prompts)
         self.ids, self.positions, self.longest = tensor(ids)[None], tensor(positions)[None], max(map(len, prompts))
+        columns, lengths = np.arange(self.longest), np.array([len(nodes) for nodes in self.nodes])[:, None]
+        inside = columns < lengths
         # To the right of a prompt any token will do: nothing in the prompt looks there.
-        copies = np.zeros((len(prompts), self.longest), dtype=np.int64)
-        for row, nodes in enumerate(self.nodes):
-            copies[row, : len(nodes)] = nodes
+        copies = np.zeros(inside.shape, dtype=np.int64)
+        copies[inside] = np.concatenate(self.nodes)
         firsts = np.cumsum([0, *groups[:-1]])
-        shared = min(_shared(self.nodes[first : first + size]) for first, size in zip(firsts, groups)) if share else 0
+        shared = min(_shared(self.nodes[first : first + size]) for first, size in zip(firsts, groups))
         self.shared = min(shared, self.longest - 1)  # so that something follows
-        ends, beginnings = copies[:, self.shared :], copies[firsts, : self.shared]
         # Where each token is among the outputs of the groups' beginnings, followed by those of the prompts' ends.
+        beginnings, is_end = copies[firsts, : self.shared], inside[:, self.shared :]
         output_of_node = np.empty(len(ids), dtype=np.int64)
-        numbers = np.arange(beginnings.size, beginnings.size + ends.size).reshape(ends.shape)
-        for row, nodes in enumerate(self.nodes):
-            output_of_node[nodes[self.shared :]] = numbers[row, : len(nodes) - self.shared]
+        output_of_node[copies[:, self.shared :][is_end]] = beginnings.size + np.flatnonzero(is_end)
         output_of_node[beginnings.ravel()] = np.arange(beginnings.size)
         # The same for the predictors and the last layer, which has no queries before the first of them.
+        predicts = (columns >= np.array(starts)[:, None] - 1) & (columns < lengths - 1)
         self.first_query = min(starts) - 1
-        width = self.longest - self.first_query
-        output_of_predictor, predictors = [], []
-        for row, (nodes, start) in enumerate(zip(self.nodes, starts)):
-            output_of_predictor.append(row * width - self.first_query + np.arange(start - 1, len(nodes) - 1))
-            predictors.append(nodes[start - 1 : -1])
         self.copies, self.beginnings, self.output_of_node = tensor(copies), tensor(beginnings), tensor(output_of_node)
-        self.output_of_predictor = tensor(np.concatenate(output_of_predictor))
-        self.predictors = tensor(np.concatenate(predictors))
+        self.output_of_predictor = tensor(np.flatnonzero(predicts[:, self.first_query :]))
+        self.predictors = tensor(copies[predicts])
 
     def begin(self, num_tokens):
         """The positions are those of the tree."""
@@ -79,7 +64,7 @@ class PromptTree(Context):
                 parts.insert(0, (self.beginnings, 0))
         mixed = []
         for nodes, first_query in parts:
-            copied, *stored = map_distinct(partial(_copy_out, nodes=nodes), queries, *new)
+            copied, *stored = map_distinct(lambda tensor, nodes=nodes: _rows(tensor[0], nodes), queries, *new)
             copied = copied[:, first_query:] if first_query else copied
             mixed.append(layer.attend(rotary, copied, tuple(stored)).flatten(0, 1))
         return _rows(torch.cat(mixed), outputs)[None]
@@ -88,28 +73,23 @@ class PromptTree(Context):
         return x[:, self.predictors] if layer.is_last else x
 
 
-def _grow(prompts: Sequence[Sequence[int]], share: bool) -> tuple[np.ndarray, np.ndarray, list[np.ndarray]]:
+def _grow(prompts: Sequence[Sequence[int]]) -> tuple[np.ndarray, np.ndarray, list[np.ndarray]]:
     """The tree's tokens and their positions, (N,) each, and for every prompt the places of its tokens."""
-    rows = [np.asarray(prompt, dtype=np.int64) for prompt in prompts]
-    nodes, ids, positions, count, before = list(rows), [], [], 0, None
-    for row in sorted(range(len(rows)), key=lambda row: prompts[row]) if share else range(len(rows)):
-        common = _common(rows[before], rows[row]) if share and before is not None else 0
-        ids.append(rows[row][common:])
-        positions.append(np.arange(common, len(rows[row])))
-        fresh = np.arange(count, count + len(rows[row]) - common)
-        nodes[row] = np.concatenate([nodes[before][:common], fresh]) if common else fresh
-        count, before = count + len(fresh), row
+    nodes, ids, positions, count = [np.empty(0)] * len(prompts), [], [], 0
+    tokens_before = nodes_before = np.empty(0, dtype=np.int64)
+    for row in sorted(range(len(prompts)), key=lambda row: prompts[row]):
+        tokens = np.asarray(prompts[row], dtype=np.int64)
+        common = _common(tokens_before, tokens)
+        ids.append(tokens[common:])
+        positions.append(np.arange(common, len(tokens)))
+        nodes[row] = np.concatenate([nodes_before[:common], np.arange(count, count + len(tokens) - common)])
+        count, tokens_before, nodes_before = count + len(tokens) - common, tokens, nodes[row]
     return np.concatenate(ids), np.concatenate(positions), nodes
 
 
 def _rows(tensor: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
     """tensor[places]. On a CPU index_select copies whole rows, five times as fast as indexing does."""
     return tensor.index_select(0, places.flatten()).unflatten(0, places.shape)
-
-
-def _copy_out(tensor: torch.Tensor, nodes: torch.Tensor) -> torch.Tensor:
-    """(1, N, H, D) to one row per row of `nodes`."""
-    return _rows(tensor[0], nodes)
 
 
 def _common(a: np.ndarray, b: np.ndarray) -> int:

@@ -1,5 +1,6 @@
 """Scores: centring, standard errors, means, the CSV file in nanochat's format, the table beside published figures."""
 
+import dataclasses
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,19 +12,13 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from nanochat_gka.core_metric.bundle import CORE_SIZES, CORE_TASKS, PAPER_TASKS
-from nanochat_gka.core_metric.published import (
-    GPT2_ACCURACY,
-    GPT2_MODELS,
-    PAPER_CENTERED,
-    PAPER_EXAMPLES,
-    PAPER_MEAN,
-)
+from nanochat_gka.core_metric import published
+from nanochat_gka.core_metric.published import CORE_SIZES, CORE_TASKS, GPT2_ACCURACY, PAPER_EXAMPLES, PAPER_TASKS
 from trainkit_gka.files import atomic
 from trainkit_gka.progress import console
 
 WIDTHS = (35, 10, 10)  # of the CSV's columns
-SHOWN_GPT2 = (0, 3)  # the smallest and the largest
+SMALLEST_AND_LARGEST = (0, 3)  # of the GPT-2 models
 WIDE = 124  # of the table in a file or a pipe
 CAPTION = (
     "Centred scores, 0 is guessing; ± is one standard error, n the number of examples. GPT-2 124M and the paper's "
@@ -39,7 +34,6 @@ class Score:
     label: str
     accuracy: float
     baseline: float
-    shots: int
     examples: int
 
     @property
@@ -48,12 +42,13 @@ class Score:
 
     @property
     def standard_error(self) -> float:
-        return standard_error(self.accuracy, self.baseline, self.examples)
+        """Of the centred score: sqrt(p (1 - p) / n) of the accuracy, stretched as centring does."""
+        return math.sqrt(self.accuracy * (1 - self.accuracy) / self.examples) / (1 - self.baseline / 100)
 
 
 def score_of(label: str, metrics: dict[str, Any]) -> Score:
     """The score in a task's line of a results file."""
-    return Score(label, metrics["accuracy"], metrics["baseline"], metrics.get("shots", 0), metrics["examples"])
+    return Score(label, metrics["accuracy"], metrics["baseline"], metrics["examples"])
 
 
 def centered(accuracy: float, baseline: float) -> float:
@@ -61,103 +56,70 @@ def centered(accuracy: float, baseline: float) -> float:
     return (accuracy - baseline / 100) / (1 - baseline / 100)
 
 
-def standard_error(accuracy: float, baseline: float, examples: int) -> float:
-    """Standard error of the centred score: sqrt(p (1 - p) / n) of the accuracy, stretched as centring does."""
-    return math.sqrt(accuracy * (1 - accuracy) / examples) / (1 - baseline / 100)
-
-
-def error_of_mean(errors: Sequence[float]) -> float:
-    """Standard error of the mean of independent scores with these standard errors."""
-    return math.hypot(*errors) / len(errors)
-
-
-def aggregate(scores: Sequence[Score]) -> tuple[str, float]:
-    """Name and value of the mean centred score.
+def aggregate(scores: Sequence[Score]) -> tuple[str, float, float]:
+    """Name, value and standard error of the mean centred score.
 
     The name is "CORE" for all examples of exactly CORE's 22 tasks, and says what is missing otherwise.
     """
     value = sum(score.centered for score in scores) / len(scores)
+    error = math.hypot(*(score.standard_error for score in scores)) / len(scores)
     complete = {score.label for score in scores} == set(CORE_TASKS)
     name = "CORE" if complete else f"mean of {len(scores)} task{'s' if len(scores) > 1 else ''}"
-    sampled = [score.examples for score in scores if score.examples < CORE_SIZES.get(score.label, 0)]
-    return f"{'CORE estimate' if complete else name} (max {max(sampled)} each)" if sampled else name, value
+    if sampled := [score.examples for score in scores if score.examples < CORE_SIZES.get(score.label, 0)]:
+        name = f"{'CORE estimate' if complete else name} (max {max(sampled)} each)"
+    return name, value, error
 
 
 def paper_score(label: str, model: int, baseline: float) -> Score:
-    """The paper's score on one of its tasks, as the accuracy that its digits stand for.
-
-    model: 0 is nanochat_base, 1 is GKA.
-    """
+    """The paper's score on one of its tasks, as the accuracy that its digits stand for. model: 0 the base, 1 GKA."""
     examples = min(PAPER_EXAMPLES[model] or CORE_SIZES[label], CORE_SIZES[label])
-    accuracy = PAPER_CENTERED[label][model] * (1 - baseline / 100) + baseline / 100
-    return Score(label, round(accuracy * examples) / examples, baseline, 0, examples)
+    accuracy = published.PAPER_CENTERED[label][model] * (1 - baseline / 100) + baseline / 100
+    return Score(label, round(accuracy * examples) / examples, baseline, examples)
 
 
 def write_csv(path: Path, scores: Sequence[Score]) -> None:
     """Task, accuracy and centred score as nanochat writes them; the last row is the mean."""
-    name, value = aggregate(scores)
-    rows = [
-        ("Task", "Accuracy", "Centered"),
-        *((s.label, f"{s.accuracy:.6f}", f"{s.centered:.6f}") for s in scores),
-        (name, "", f"{value:.6f}"),
-    ]
+    name, value, _ = aggregate(scores)
+    rows = [(score.label, f"{score.accuracy:.6f}", f"{score.centered:.6f}") for score in scores]
+    rows = [("Task", "Accuracy", "Centered"), *rows, (name, "", f"{value:.6f}")]
     lines = [", ".join(cell.ljust(width) for cell, width in zip(row, WIDTHS)) + "\n" for row in rows]
     with atomic(path) as temporary:
         temporary.write_text("".join(lines))
 
 
 def show(scores: Sequence[Score], title: str) -> None:
-    """Print `table`. A file or a pipe gets its full width, a narrow terminal gets it without GPT-2."""
-    output = console if console.is_terminal else Console(width=WIDE)
-    output.print(table(scores, title, SHOWN_GPT2 if output.width >= WIDE else ()))
+    """Print the scores beside the paper's and GPT-2's. All but our accuracy are centred; ± is of the column before it.
 
-
-def table(scores: Sequence[Score], title: str, gpt2_models: Sequence[int] = SHOWN_GPT2) -> Table:
-    """The scores beside the paper's and GPT-2's. All but our accuracy are centred; ± is of the column before it."""
-    layout = dict(box=box.SIMPLE, padding=(0, 1, 0, 0), title_justify="left", caption_justify="left")
-    printed = Table(title=escape(title), caption=CAPTION, **layout)
-    printed.add_column("task", overflow="fold")
-    paper = ("paper: base", "±", f"paper: GKA n={PAPER_EXAMPLES[1]}", "±")
-    for heading in ("n", "accuracy", "centred", "±", *(GPT2_MODELS[model] for model in gpt2_models), *paper):
-        printed.add_column(heading, justify="right", min_width=5 if heading in ("n", "±") else 7, max_width=8)
-    for score in scores:
-        numbers = [f"{score.examples:,}", f"{score.accuracy:.4f}", f"{score.centered:.4f}"]
-        published = [*_gpt2_cells([score], gpt2_models), *_paper_cells([score])]
-        printed.add_row(escape(score.label), *numbers, f"{score.standard_error:.3f}", *published)
-    printed.add_section()
-    means = [(aggregate(scores)[0], scores)]
-    six = [score for score in scores if score.label in PAPER_TASKS]
-    if len(six) == len(PAPER_TASKS) < len(scores):
-        means.append(("mean of the paper's six", six))
-    for name, group in means:
-        error = error_of_mean([score.standard_error for score in group])
-        published = [*_gpt2_cells(group, gpt2_models), *_paper_cells(group)]
-        printed.add_row(name, "", "", f"{aggregate(group)[1]:.4f}", f"{error:.3f}", *published, style="bold")
-    return printed
-
-
-def _gpt2_cells(scores: Sequence[Score], models: Sequence[int]) -> list[str]:
-    """The models' mean centred score on these tasks; empty where one is not published."""
-    if not all(score.label in GPT2_ACCURACY for score in scores):
-        return [""] * len(models)
-    centred = [[centered(GPT2_ACCURACY[s.label][model], s.baseline) for s in scores] for model in models]
-    return [f"{sum(values) / len(values):.4f}" for values in centred]
-
-
-def _paper_cells(scores: Sequence[Score]) -> list[str]:
-    """The centred score as printed and its standard error, of the paper's base and GKA.
-
-    Of one of the paper's tasks or of all six; empty for others.
+    A file or a pipe gets the full width, a narrow terminal gets the table without GPT-2.
     """
-    labels = {score.label for score in scores}
-    if labels == set(PAPER_TASKS):
-        values = PAPER_MEAN
-    elif len(scores) == 1 and labels < set(PAPER_TASKS):
-        values = PAPER_CENTERED[scores[0].label]
-    else:
-        return [""] * 4
-    cells = []
-    for model, value in enumerate(values):
-        errors = [paper_score(score.label, model, score.baseline).standard_error for score in scores]
-        cells += [f"{value:.4f}", f"{error_of_mean(errors):.3f}"]
-    return cells
+    output = console if console.is_terminal else Console(width=WIDE)
+    gpt2 = SMALLEST_AND_LARGEST if output.width >= WIDE else ()
+    layout = dict(title_justify="left", caption_justify="left")
+    table = Table(title=escape(title), caption=CAPTION, box=box.SIMPLE, padding=(0, 1, 0, 0), **layout)
+    table.add_column("task", overflow="fold")
+    paper = ("paper: base", "±", f"paper: GKA n={PAPER_EXAMPLES[1]}", "±")
+    for heading in ("n", "accuracy", "centred", "±", *(published.GPT2_MODELS[model] for model in gpt2), *paper):
+        table.add_column(heading, justify="right", min_width=5 if heading in ("n", "±") else 7, max_width=8)
+    for score in scores:
+        table.add_row(escape(score.label), f"{score.examples:,}", f"{score.accuracy:.4f}", *_cells([score], gpt2))
+    table.add_section()
+    means, six = {aggregate(scores)[0]: scores}, [score for score in scores if score.label in PAPER_TASKS]
+    if len(six) == len(PAPER_TASKS) < len(scores):
+        means["mean of the paper's six"] = six
+    for name, group in means.items():
+        table.add_row(name, "", "", *_cells(group, gpt2), style="bold")
+    output.print(table)
+
+
+def _cells(scores: Sequence[Score], gpt2_models: Sequence[int]) -> list[str]:
+    """The mean of these tasks and its error: ours, GPT-2's without error, the paper's as printed; empty where not."""
+    (_, value, error), labels = aggregate(scores), {score.label for score in scores}
+    gpt2, paper = [""] * len(gpt2_models), [""] * 4
+    if labels <= GPT2_ACCURACY.keys():
+        theirs = [[dataclasses.replace(s, accuracy=GPT2_ACCURACY[s.label][m]) for s in scores] for m in gpt2_models]
+        gpt2 = [f"{aggregate(group)[1]:.4f}" for group in theirs]
+    if labels <= set(PAPER_TASKS) and len(labels) in (1, len(PAPER_TASKS)):
+        printed = published.PAPER_CENTERED[scores[0].label] if len(scores) == 1 else published.PAPER_MEAN
+        errors = [aggregate([paper_score(s.label, model, s.baseline) for s in scores])[2] for model in range(2)]
+        paper = [cell for mean, error in zip(printed, errors) for cell in (f"{mean:.4f}", f"{error:.3f}")]
+    return [f"{value:.4f}", f"{error:.3f}", *gpt2, *paper]

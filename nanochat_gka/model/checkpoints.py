@@ -38,7 +38,7 @@ class Loaded:
     model: GPT
     tokenizer: Tokenizer
     name: str  # of the run
-    step: int
+    step: int | None  # None for a model of another library
     sha256: str  # of the checkpoint's weights, for an exported model too
     training: dict[str, Any]  # tokens, steps, commit, source and settings of the run
     data: dict[str, Any] = field(default_factory=dict)  # the checkpoint's `PackedData.identity`

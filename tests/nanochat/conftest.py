@@ -26,3 +26,11 @@ def trained(packed, tokenizer, tmp_path_factory):
     form = dict(attention="GGA", head_offsets="PS", gka_values="normalised", n_layer=3)
     model = awake(dataclasses.replace(SHAPE, vocab_size=tokenizer.vocab_size, **form))
     return write_run(tmp_path_factory.mktemp("trained") / "tiny-run", model, packed / "tokenizer"), model
+
+
+@pytest.fixture(scope="session")
+def long_context(tokenized, tmp_path_factory):
+    """As `trained`, with a context of 64 tokens."""
+    shape = dict(sequence_len=64, vocab_size=Tokenizer.load(tokenized / "tokenizer").vocab_size, attention="gka")
+    model = awake(dataclasses.replace(SHAPE, head_offsets="PS", **shape))
+    return write_run(tmp_path_factory.mktemp("long") / "tiny-gka", model, tokenized / "tokenizer"), model

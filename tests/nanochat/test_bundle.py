@@ -13,99 +13,77 @@ import tiny_core
 from nanochat_gka.core_metric import fetch
 from nanochat_gka.core_metric.bundle import read_tasks
 from nanochat_gka.core_metric.fetch import BundleFlags
-from trainkit_gka.cli import PassingFault, UserError
+from trainkit_gka.cli import PassingFault
 
 # Reading
 
 
-@pytest.fixture
-def folder(tmp_path):
-    """A bundle to damage."""
-    return tiny_core.write_bundle(tmp_path / "bundle")
-
-
-def test_tasks_are_chosen_by_label_and_by_set(folder):
-    assert [task.label for task in read_tasks(folder)] == list(tiny_core.TASKS)
-    assert [task.label for task in read_tasks(folder, ["jeopardy", "copa"])] == ["copa", "jeopardy"]
-    task = read_tasks(folder, ["arc_easy"])[0]
+def test_tasks_are_chosen_by_label_and_by_set(bundle):
+    assert [task.label for task in read_tasks(bundle)] == list(tiny_core.TASKS)
+    assert [task.label for task in read_tasks(bundle, ["jeopardy", "copa"])] == ["copa", "jeopardy"]
+    task = read_tasks(bundle, ["arc_easy"])[0]
     assert (task.kind, task.shots, task.delimiter, task.baseline) == ("multiple_choice", 2, "\nAnswer: ", 25.0)
-    assert read_tasks(folder, ["copa"])[0].delimiter == " "
+    assert read_tasks(bundle, ["copa"])[0].delimiter == " "
     for name, missing in (("paper", "hellaswag_zeroshot"), ("core", "boolq"), ("nonsense", "nonsense")):
-        with pytest.raises(UserError, match=rf"--tasks {name}: .*{missing}"):
-            read_tasks(folder, [name])
+        with tiny.one_line_error(rf"--tasks {name}: .*{missing}"):
+            read_tasks(bundle, [name])
 
 
-COPA = "eval_data/reasoning/copa.jsonl"
+COPA, TASKS, BASELINES = "eval_data/reasoning/copa.jsonl", "core.yaml", "eval_meta_data.csv"
+# File of the bundle; text in it that is replaced ("": the end); by what (None: the file is deleted); the error.
+OF_A_TASK = [
+    (COPA, "", None, "copa cannot be read: .*copa.jsonl"),
+    (COPA, "", "\n{oops\n", "copa.jsonl:17"),
+    (COPA, "", '{"choices": ["a"], "gold": 0}', "copa.jsonl:16: query"),
+    (COPA, "", '{"query": "q", "choices": ["a"], "gold": 1}', "copa.jsonl:16: .*gold"),
+    (COPA, "", '{"query": "q", "choices": "ab", "gold": 0}', "copa.jsonl:16: .*choices"),
+    (COPA, "", '{"query": "q", "choices": ["a"]}', "copa.jsonl:16: gold"),
+    (COPA, "", "[" * 200_000, "copa.jsonl:16"),
+    (COPA, "", '"' + "a" * 2**20 + '"', "copa.jsonl:16: .*1,048,578 bytes"),
+    (TASKS, "multiple_choice", "essay", "icl_task_type 'essay'"),
+    (BASELINES, "copa,", "x,", "copa has no row"),
+]
+OF_THE_BUNDLE = [
+    (TASKS, "", None, "core.yaml cannot be read"),
+    (TASKS, "", "\n  - {label: copa\n", "core.yaml is not"),
+    (TASKS, "label: copa", "label: !!python/object/apply:os.getcwd []", "core.yaml is not"),
+    (TASKS, "reasoning/", "../../", "dataset_uri .*copa.jsonl leads out of"),
+    (TASKS, "", "#" * 2**18, r"core.yaml has 26\d,\d+ bytes"),
+    (TASKS, "icl_tasks", "[" * 1000, "core.yaml is not"),
+    (BASELINES, "Random", "Chance", "Random baseline"),
+]
 
 
-def replace(folder, old, new, file="core.yaml"):
-    (folder / file).write_text((folder / file).read_text().replace(old, new, 1))
-
-
-def append(folder, line):
-    with (folder / COPA).open("ab") as file:
-        file.write(line)
-
-
-BAD_TASKS = {
-    "no file": (lambda folder: (folder / COPA).unlink(), "copa cannot be read: .*copa.jsonl"),
-    "no JSON": (lambda folder: append(folder, b"\n{oops\n"), "copa.jsonl:17"),
-    "no text": (lambda folder: append(folder, b'{"choices": ["a"], "gold": 0}'), "copa.jsonl:16: query"),
-    "gold beyond": (lambda folder: append(folder, b'{"query": "q", "choices": ["a"], "gold": 1}'), "copa.jsonl:16"),
-    "no list": (lambda folder: append(folder, b'{"query": "q", "choices": "ab", "gold": 0}'), "copa.jsonl:16"),
-    "no gold": (lambda folder: append(folder, b'{"query": "q", "choices": ["a"]}'), "copa.jsonl:16: gold"),
-    "too deep": (lambda folder: append(folder, b"[" * 200_000), "copa.jsonl:16"),
-    "long": (lambda folder: append(folder, b'"%s"' % (b"a" * 2**20)), "copa.jsonl:16: 1,048,578 bytes"),
-    "unknown type": (lambda folder: replace(folder, "multiple_choice", "essay"), "icl_task_type 'essay'"),
-    "no baseline": (lambda folder: replace(folder, "copa,", "x,", "eval_meta_data.csv"), "copa has no row"),
-}
-
-
-@pytest.mark.parametrize("damage, message", BAD_TASKS.values(), ids=BAD_TASKS)
-def test_a_bad_task_leaves_the_others_readable(damage, message, folder):
-    damage(folder)
-    tasks = read_tasks(folder)
+@pytest.mark.parametrize("file, old, new, message", OF_A_TASK + OF_THE_BUNDLE, ids=lambda text: (text or "-")[:25])
+def test_a_fault_is_one_line_and_that_of_a_task_leaves_the_others_readable(file, old, new, message, tmp_path):
+    folder, tasks = tiny_core.write_bundle(tmp_path / "bundle"), []
+    text = (folder / file).read_text()
+    (folder / file).write_text(text.replace(old, new or "", 1) if old else text + (new or ""))
+    if new is None:
+        (folder / file).unlink()
     with tiny.one_line_error(message):
+        tasks = read_tasks(folder)
         tasks[0].examples()
+    assert len(tasks) == (5 if (file, old, new, message) in OF_A_TASK else 0)
     assert all(task.examples() for task in tasks[1:])
-
-
-NO_BUNDLES = {
-    "no tasks": (lambda folder: (folder / "core.yaml").unlink(), "core.yaml cannot be read"),
-    "no YAML": (lambda folder: (folder / "core.yaml").write_text("icl_tasks:\n  - {label: copa\n"), "core.yaml is not"),
-    "code": (lambda folder: replace(folder, "copa", "!!python/object/apply:os.getcwd []"), "core.yaml is not"),
-    "leaves": (lambda folder: replace(folder, "reasoning/", "../../"), "dataset_uri .*copa.jsonl leads out of"),
-    "large": (lambda folder: (folder / "core.yaml").write_text("#" * 2**18 + "#"), "262,145 bytes"),
-    "deep": (lambda folder: (folder / "core.yaml").write_text("[" * 1000), "core.yaml is not"),
-    "no column": (lambda folder: replace(folder, "Random", "Chance", "eval_meta_data.csv"), "Random baseline"),
-}
-
-
-@pytest.mark.parametrize("damage, message", NO_BUNDLES.values(), ids=NO_BUNDLES)
-def test_other_folders_are_one_error(damage, message, folder):
-    damage(folder)
-    with tiny.one_line_error(message):
-        read_tasks(folder)
 
 
 # Fetching
 
 
 class Server(http.server.BaseHTTPRequestHandler):
-    """Serves `content` with ranges and an ETag; `cuts` are the bytes after which it hangs up, one for each request."""
+    """Serves `content` with ranges and its MD5; `cuts` are the bytes after which it hangs up, one for each request."""
 
-    content, etag, cuts, requests = b"", "", [], []
+    content, damage, cuts, requests = b"", b"", [], []
 
     def do_GET(self):
-        cls, first = type(self), 0
-        if "Range" in self.headers and self.headers["If-Range"] == cls.etag:
-            first = int(self.headers["Range"].removeprefix("bytes=").removesuffix("-"))
+        cls, first = type(self), int(self.headers.get("Range", "bytes=0-").removeprefix("bytes=").removesuffix("-"))
         cls.requests.append(first)
         self.send_response(206 if first else 200)
-        self.send_header("ETag", cls.etag)
+        self.send_header("ETag", f'"{hashlib.md5(cls.content).hexdigest()}"')
         self.send_header("Content-Length", str(len(cls.content) - first))
         self.end_headers()
-        body = cls.content[first:]
+        body = (cls.damage + cls.content[len(cls.damage) :])[first:]
         self.wfile.write(body[: cls.cuts.pop(0)] if cls.cuts else body)
 
     def log_message(self, *args):
@@ -115,54 +93,47 @@ class Server(http.server.BaseHTTPRequestHandler):
 @pytest.fixture
 def flags(bundle, tmp_path, monkeypatch):
     """Flags with an address that serves the bundle as the real one is packed: everything below eval_bundle/."""
-    archive = tmp_path / "served.zip"
-    with zipfile.ZipFile(archive, "w", zipfile.ZIP_DEFLATED) as packed:
-        for path in sorted(bundle.rglob("*")):
-            packed.write(path, f"eval_bundle/{path.relative_to(bundle)}")
-    Server.content, Server.cuts, Server.requests = archive.read_bytes(), [], []
-    Server.etag = f'"{hashlib.md5(Server.content).hexdigest()}"'
+    served = make_zip(tmp_path / "served.zip", [(f"eval_bundle/{name}", text) for name, text in files(bundle).items()])
+    Server.content, Server.damage, Server.cuts, Server.requests = served.read_bytes(), b"", [], []
     monkeypatch.setattr(fetch.time, "sleep", lambda seconds: None)
     httpd = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Server)
-    thread = threading.Thread(target=httpd.serve_forever)
-    thread.start()
+    threading.Thread(target=httpd.serve_forever, args=(0.05,)).start()
     yield BundleFlags(bundle_url=f"http://127.0.0.1:{httpd.server_port}/eval_bundle.zip")
     httpd.shutdown()
-    thread.join()
     httpd.server_close()
 
 
 def files(folder):
-    return {path.relative_to(folder): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    return {path.relative_to(folder): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
 
 
-def test_an_interrupted_download_continues(flags, bundle, tmp_path):
-    Server.cuts, out = [700, 300], tmp_path / "out"
+def make_zip(path, members):
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name, content in members:
+            archive.writestr(name, content)
+    return path
+
+
+def test_an_interrupted_download_continues_in_this_process_and_the_next(flags, bundle, tmp_path):
+    Server.cuts, out = [700, 300, *[0] * 20], tmp_path / "out"
+    with pytest.raises(PassingFault, match=r"1000 of \d+ bytes arrived.*run the same command again"):
+        flags.open_bundle(out)
+    Server.cuts = [50]
     unpacked = flags.open_bundle(out)
-    assert Server.requests == [0, 700, 1000]
+    assert Server.requests == [0, 700, 1000, 1000, 1000, 1000, 1050]
     assert files(unpacked) == files(bundle) and {path.name for path in out.iterdir()} == {"eval_bundle", ".lock"}
-    assert flags.open_bundle(out) == unpacked and len(Server.requests) == 3  # not again
+    assert flags.open_bundle(out) == unpacked and len(Server.requests) == 7  # not again
 
 
-def test_the_next_process_continues_unless_the_file_has_changed(flags, bundle, tmp_path):
-    Server.cuts = [200] + [0] * 20
-    with pytest.raises(PassingFault, match=r"200 of \d+ bytes arrived.*run the same command again"):
-        flags.open_bundle(tmp_path / "out")
-    Server.cuts, Server.requests = [50, 0], []
-    assert files(flags.open_bundle(tmp_path / "out")) == files(bundle) and Server.requests == [200, 250, 250]
-    Server.cuts, Server.requests = [200] + [0] * 20, []
-    with pytest.raises(PassingFault):
-        flags.open_bundle(tmp_path / "changed")
-    Server.cuts, Server.requests, Server.etag = [50], [], '"another"'
-    assert files(flags.open_bundle(tmp_path / "changed")) == files(bundle) and Server.requests == [0, 50]
-
-
-def test_a_damaged_download_is_fetched_again(flags, bundle, tmp_path):
-    good = Server.content
-    Server.content = good[:500] + bytes([good[500] ^ 1]) + good[501:]
+def test_a_damaged_or_changed_download_is_fetched_again(flags, bundle, tmp_path):
+    Server.damage = Server.content[:500] + bytes([Server.content[500] ^ 1])
     with tiny.one_line_error("its MD5 is not the server's"):
         flags.open_bundle(tmp_path / "out")
-    Server.content = good
-    assert files(flags.open_bundle(tmp_path / "out")) == files(bundle)
+    Server.damage, Server.cuts, Server.requests = b"another file of before", [200, *[0] * 20], []
+    with pytest.raises(PassingFault):
+        flags.open_bundle(tmp_path / "out")
+    Server.damage, Server.cuts, Server.requests = b"", [], []
+    assert files(flags.open_bundle(tmp_path / "out")) == files(bundle) and Server.requests == [200, 0]
 
 
 def test_an_endless_download_ends(flags, tmp_path, monkeypatch):
@@ -177,71 +148,46 @@ def test_an_endless_download_ends(flags, tmp_path, monkeypatch):
 # Unpacking
 
 
-def make_zip(path, members):
-    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
-        for name, content in members:
-            archive.writestr(name, content)
-    return path
-
-
 def link(name):
     info = zipfile.ZipInfo(name)
     info.external_attr = 0o120777 << 16
     return info
 
 
-def refused(path, message):
-    """One line, and nothing of it is unpacked."""
-    out = path.parent / "out"
+ROOT, ZEROS = ("core.yaml", "icl_tasks: []" * 50), bytes(80 * 2**20)
+EVIL = ["../evil", "../../../evil", "/tmp/evil", "a\\..\\..\\evil", "C:/evil", "x/../../evil", "a/b/../../../evil"]
+UNSAFE = [(name, [ROOT, (name, "x")], None, "evil leads out of its folder") for name in EVIL]
+UNSAFE += [
+    ("deep root", [("a/b/core.yaml", ""), (EVIL[-1], "x")], None, "evil leads out of its folder"),
+    ("link", [ROOT, (link("eval_data"), "/tmp"), ("eval_data/evil", "x")], None, "eval_data is a link"),
+    ("bomb", [ROOT, ("eval_data/a.jsonl", ZEROS)], None, "2 files of 83,886,730 bytes"),
+    ("many", [ROOT, *((f"eval_data/{number}", "") for number in range(10_000))], None, "10,001 files"),
+    ("another", [("readme", "")], None, "no core.yaml"),
+    ("flipped", [ROOT], lambda content: content[:45] + bytes([content[45] ^ 1]) + content[46:], "not a usable zip"),
+    ("cut", [ROOT], lambda content: content[:-30], "not a usable zip"),
+    ("lie", [ROOT, ("eval_data/a.jsonl", ZEROS)],
+     lambda content: content.replace(len(ZEROS).to_bytes(4, "little"), (2000).to_bytes(4, "little")),
+     "not a usable zip"),  # it states a smaller size than a member has
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("members, damage, message", [row[1:] for row in UNSAFE], ids=[row[0] for row in UNSAFE])
+def test_an_unsafe_or_damaged_zip_leaves_nothing(members, damage, message, tmp_path):
+    path, out = make_zip(tmp_path / "bad.zip", members), tmp_path / "out"
+    if damage:
+        path.write_bytes(damage(path.read_bytes()))
     with tiny.one_line_error(message):
         BundleFlags(bundle=path).open_bundle(out)
-    assert set(path.parent.rglob("*")) == {path, out, out / ".lock"}
+    assert set(tmp_path.rglob("*")) == {path, out, out / ".lock"}
 
 
-EVIL = ["../evil", "../../../evil", "TMP/evil", "a\\..\\..\\evil", "C:/evil", "x/../../evil", "a/b/../../../evil"]
-
-
-@pytest.mark.parametrize("evil", EVIL)
-def test_members_that_lead_out_of_the_folder_are_refused(evil, tmp_path):
-    root = "a/b/" if evil.startswith("a/b/") else ""
-    members = [(f"{root}core.yaml", ""), (evil.replace("TMP", str(tmp_path)), "x")]
-    refused(make_zip(tmp_path / "bad.zip", members), "evil leads out of its folder")
-
-
-ZEROS = bytes(80 * 2**20)
-UNSAFE = {
-    "link": ([("core.yaml", ""), (link("eval_data"), "/tmp"), ("eval_data/evil", "x")], "eval_data is a link"),
-    "bomb": ([("core.yaml", ""), ("eval_data/a.jsonl", ZEROS)], "would become 83,886,080"),
-    "many": ([("core.yaml", ""), *((f"eval_data/{n}", "") for n in range(10_000))], "10,001 files"),
-    "another": ([("readme", "")], "no core.yaml"),
-}
-
-
-@pytest.mark.parametrize("members, message", UNSAFE.values(), ids=UNSAFE)
-def test_unsafe_zip_files_are_refused(members, message, tmp_path):
-    refused(make_zip(tmp_path / "bad.zip", members), message)
-
-
-def lie(content):
-    return content.replace((80 * 2**20).to_bytes(4, "little"), (2000).to_bytes(4, "little"))
-
-
-DAMAGES = {"flipped": lambda c: c[:45] + bytes([c[45] ^ 1]) + c[46:], "cut": lambda c: c[:-30], "lie": lie}
-
-
-@pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
-def test_a_damaged_zip_leaves_nothing(damage, tmp_path):
-    """Nor does one that states a smaller size than a member has."""
-    large = ZEROS if damage is lie else b"#" * 700
-    path = make_zip(tmp_path / "bundle.zip", [("core.yaml", "icl_tasks: []" * 50), ("eval_data/a.jsonl", large)])
-    path.write_bytes(damage(path.read_bytes()))
-    refused(path, "is not a usable zip file")
-
-
-def test_a_zip_is_unpacked_once(bundle, tmp_path):
+def test_a_zip_is_unpacked_once_and_over_nothing(bundle, tmp_path):
     members = [(f"x/y/{path}", content) for path, content in files(bundle).items()]
     flags = BundleFlags(bundle=make_zip(tmp_path / "mine.zip", members))
     unpacked = flags.open_bundle(tmp_path / "out")
     written = (unpacked / "core.yaml").stat().st_mtime_ns
     assert files(unpacked) == files(bundle) and flags.open_bundle(tmp_path / "out") == unpacked
     assert (unpacked / "core.yaml").stat().st_mtime_ns == written
+    (unpacked / "core.yaml").rename(unpacked / "mine.yaml")
+    with tiny.one_line_error("is in the way"):
+        flags.open_bundle(tmp_path / "out")

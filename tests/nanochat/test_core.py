@@ -1,104 +1,141 @@
-"""CORE: the fast scorer answers as the naive one; prompts and spans are upstream's."""
+"""CORE: the fast scorer answers as the naive one, ties are upstream's, published figures come out of the formulas."""
 
 import dataclasses
 import math
+import random
+from types import SimpleNamespace
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from naive_core import naive_task
-from nanochat_gka.core_metric import scoring
-from nanochat_gka.core_metric.bundle import read_tasks
+from nanochat_gka.core_metric import published, scoring
+from nanochat_gka.core_metric.bundle import Question, common_prefix, read_tasks
 from nanochat_gka.core_metric.prompt_tree import PromptTree
-from nanochat_gka.core_metric.questions import Question, common_prefix, question, shuffled
-from nanochat_gka.core_metric.scoring import Verdict, answer, batches, judge
+from nanochat_gka.core_metric.published import CORE_SIZES, CORE_TASKS, GPT2_ACCURACY, PAPER_TASKS
+from nanochat_gka.core_metric.report import Score, aggregate, centered, show, write_csv
+from nanochat_gka.core_metric.scoring import batches, judge, likeliest
 from tiny_gpt import SHAPE, VARIANTS, awake
 
+# Answers
+
 ALL = 10**6  # tokens: no cropping, no limit on a batch
-
-
-def answers(model, tokenizer, task, max_per_task=-1, max_seq_len=ALL, batch_tokens=600, prefix_reuse=True):
-    examples = shuffled(task.examples(), max_per_task)
-    asked = [question(task, examples, index, tokenizer, max_seq_len) for index in range(len(examples))]
-    found = [None] * len(asked)
-    for batch in batches(asked, batch_tokens):
-        for place, verdicts in zip(batch, judge(model, [asked[i] for i in batch], prefix_reuse)):
-            found[place] = answer(asked[place], verdicts)
-    return found, [one == each.gold for one, each in zip(found, asked)]
-
-
-# The oracle
-
-
-LIMITS = [dict(), dict(max_seq_len=20), dict(max_per_task=11, max_seq_len=64)]
-CASES = [(VARIANTS[i], LIMITS[0]) for i in (0, 3, 6, 8, 13)]
-CASES += [(VARIANTS[2], LIMITS[1]), (VARIANTS[4], LIMITS[2])]
+CASES = [(VARIANTS[i], {}) for i in (0, 3, 6, 8, 13)]
+CASES += [(VARIANTS[2], dict(max_seq_len=20)), (VARIANTS[4], dict(max_per_task=11, max_seq_len=64))]
 
 
 @pytest.mark.parametrize("variant,limit", CASES, ids=str)
 def test_the_answers_are_the_naive_scorers(variant, limit, bundle, tokenizer, monkeypatch):
-    """Every type of task, with shots, long and cropped prompts, any batch, shared beginnings computed once or not."""
+    """Every type of task, with shots, long and cropped prompts, one question at a time or any batch."""
     monkeypatch.setitem(scoring.LOGITS_AT_ONCE, "cpu", 7 * tokenizer.vocab_size)
     model = awake(dataclasses.replace(SHAPE, sequence_len=64, vocab_size=tokenizer.vocab_size, **variant))
     for task in read_tasks(bundle):
-        # Each prompt alone: prompts that cropping made equal then have equal losses.
-        want = naive_task(model, tokenizer, bundle, task.label, **limit, together=False)
-        for batch_tokens, prefix_reuse in ((600, True), (ALL, True), (600, False)):
-            got = answers(model, tokenizer, task, **limit, batch_tokens=batch_tokens, prefix_reuse=prefix_reuse)
-            assert got == (want.predictions, want.correct), (task.label, batch_tokens, prefix_reuse)
-
-
-@dataclasses.dataclass
-class CausalSum:
-    """The attention of a layer in which every token is given the sum of all tokens up to itself."""
-
-    is_last: bool
-
-    def attend(self, rotary, queries, stored):
-        assert torch.equal(queries, stored[0][:, stored[0].shape[1] - queries.shape[1] :])
-        return stored[0].cumsum(dim=1)[:, -queries.shape[1] :]
+        wanted, right = naive_task(model, tokenizer, bundle, task.label, **limit)
+        examples, longest = task.examples(limit.get("max_per_task", -1)), limit.get("max_seq_len", ALL)
+        questions = [task.question(examples, index, tokenizer, longest) for index in range(len(examples))]
+        for batch_tokens in (1, 600, ALL):
+            predictions = {}
+            for batch in batches(questions, batch_tokens):
+                predictions |= dict(zip(batch, judge(model, [questions[place] for place in batch])))
+            assert [predictions[place] for place in range(len(questions))] == wanted, (task.label, batch_tokens)
+            assert [predictions[place] == one.gold for place, one in enumerate(questions)] == right
 
 
 PROMPT = st.lists(st.integers(0, 3), min_size=1, max_size=7)
-PROMPT_GROUPS = st.lists(st.lists(PROMPT, min_size=1, max_size=3), min_size=1, max_size=4)
 
 
-@given(prompts=PROMPT_GROUPS, share=st.booleans(), draw=st.randoms())
-def test_tree_holds_each_beginning_once(prompts, share, draw):
-    """With the operator replaced by "every token sees all before it": each prompt comes back, each token once."""
+@given(prompts=st.lists(st.lists(PROMPT, min_size=1, max_size=3), min_size=1, max_size=4), draw=st.randoms())
+@example(prompts=[[[0], [0]]], draw=random.Random(0))
+def test_tree_holds_each_beginning_once(prompts, draw):
+    """With an operator that sums all tokens up to each: every prompt comes back, and every token is there once."""
+
+    def attend(rotary, queries, stored):
+        assert torch.equal(queries, stored[0][:, stored[0].shape[1] - queries.shape[1] :])
+        return stored[0].cumsum(dim=1)[:, -queries.shape[1] :]
+
     rows = [prompt for group in prompts for prompt in group]
     starts = [draw.randint(1, len(row)) for row in rows]  # the last of these judges nothing
-    tree = PromptTree(rows, starts, [len(group) for group in prompts], torch.device("cpu"), share)
-    for row, node in zip(rows, tree.nodes):
-        assert tree.ids[0, node].tolist() == row
-        assert tree.positions[0, node].tolist() == list(range(len(row)))
-    beginnings = {tuple(row[:n]) for row in rows for n in range(1, len(row) + 1)}
-    assert tree.ids.shape[1] == (len(beginnings) if share else sum(map(len, rows)))
+    tree = PromptTree(rows, starts, [len(group) for group in prompts], torch.device("cpu"))
+    assert tree.ids.shape[1] == len({tuple(row[:n]) for row in rows for n in range(1, len(row) + 1)})
     common = [common_prefix(group) if len(group) > 1 else 0 for group in prompts]
-    assert tree.shared == (min([*common, tree.longest - 1]) if share else 0)
+    assert tree.shared == min([*common, tree.longest - 1])
     values = torch.arange(tree.ids.shape[1], dtype=torch.float64)[None, :, None, None] + 1
-    joined = [tree.attend(CausalSum(is_last), None, values, (values,))[0, :, 0, 0] for is_last in (False, True)]
-    for node in tree.nodes:
-        assert joined[0][node].tolist() == (torch.from_numpy(node) + 1).double().cumsum(0).tolist()
-    assert joined[1].tolist() == joined[0][tree.predictors].tolist()
-    assert tree.predictors.tolist() == [
-        place for node, start in zip(tree.nodes, starts) for place in node[start - 1 : -1]
-    ]
+    layers = [SimpleNamespace(is_last=is_last, attend=attend) for is_last in (False, True)]
+    joined, predicted = (tree.attend(layer, None, values, (values,))[0, :, 0, 0] for layer in layers)
+    judged = [place for nodes, start in zip(tree.nodes, starts) for place in nodes[start - 1 : -1]]
+    assert tree.predictors.tolist() == judged and predicted.tolist() == joined[judged].tolist()
+    for row, nodes in zip(rows, tree.nodes):
+        assert tree.ids[0, nodes].tolist() == row and tree.positions[0, nodes].tolist() == list(range(len(row)))
+        assert joined[nodes].tolist() == (torch.from_numpy(nodes) + 1).double().cumsum(0).tolist()
 
 
-def test_ties_and_empty_spans_are_upstreams():
-    asked = Question(prompts=[[1], [2], [3]], starts=[1, 1, 1], gold=0, greedy=False)
-
-    def verdicts(*means):
-        return [Verdict(0.0, 0, False) if math.isnan(mean) else Verdict(2 * mean, 2, False) for mean in means]
-
-    assert answer(asked, verdicts(2.0, 1.0, 1.0)) == 1
-    assert answer(asked, verdicts(2.0, math.nan, 1.0)) == 2
-    assert answer(asked, verdicts(math.nan, 1.0, 2.0)) == 0
-    cropped_alike = dataclasses.replace(asked, prompts=[[2], [1], [1]])
-    assert answer(cropped_alike, verdicts(2.0, 1.0 + 1e-9, 1.0)) == 1  # not 2, by the rounding of equal losses
+TIES = [  # mean losses of three prompts, NaN for an empty span; the prompts; the answer
+    ((2.0, 1.0, 1.0), (1, 2, 3), 1),
+    ((2.0, math.nan, 1.0), (1, 2, 3), 2),
+    ((math.nan, 1.0, 2.0), (1, 2, 3), 0),
+    ((2.0, 1.0 + 1e-9, 1.0), (2, 1, 1), 1),  # cropped to equal prompts: not 2, by the rounding of equal losses
+]
 
 
-# Prompts
+@pytest.mark.parametrize("means, tokens, wanted", TIES)
+def test_ties_and_empty_spans_are_upstreams(means, tokens, wanted):
+    questions = Question([[token] for token in tokens], starts=[1, 1, 1], gold=0, greedy=False)
+    assert likeliest(questions, means) == wanted
+
+
+# Scores
+
+BASELINES = dict(zip(CORE_TASKS, (25, 0, 0, 25, 25, 50, 20, 50, 25, 0, 25, 50, 50, 0, 20, 0, 0, 0, 0, 0, 62, 9.1)))
+
+
+def scores_of(accuracies, most=10**6):
+    return [Score(label, share, BASELINES[label], min(most, CORE_SIZES[label])) for label, share in accuracies.items()]
+
+
+@pytest.mark.parametrize("number", range(4), ids=published.GPT2_MODELS)
+def test_published_accuracies_give_the_published_core(number, tmp_path):
+    scores = scores_of({label: accuracy[number] for label, accuracy in GPT2_ACCURACY.items()})
+    name, value, _ = aggregate(scores)
+    assert name == "CORE" and value == pytest.approx(published.GPT2_CORE[number], abs=2e-6)  # six printed digits
+    write_csv(tmp_path / "x.csv", scores)
+    if number == 0:  # the file is nanochat's, and accuracies are whole numbers of examples
+        lines = (tmp_path / "x.csv").read_text().splitlines()
+        assert lines[0] == "Task                               , Accuracy  , Centered  "
+        assert lines[4] == "arc_easy                           , 0.412458  , 0.216611  "
+        assert lines[-1] == "CORE                               ,           , 0.113891  "
+        assert all(round(round(s.accuracy * s.examples) / s.examples, 6) == s.accuracy for s in scores)
+
+
+def test_centring_errors_and_the_papers_means():
+    assert centered(0.25, 25) == 0 and centered(1.0, 62) == 1
+    assert centered(0.552294, 62) == pytest.approx(-0.178175, abs=2e-6)  # boolq of GPT-2 124M, as published
+    for model, mean in enumerate(published.PAPER_MEAN):
+        assert sum(row[model] for row in published.PAPER_CENTERED.values()) / 6 == pytest.approx(mean, abs=6e-5)
+    drawn = (torch.rand(20_000, 200, generator=torch.Generator().manual_seed(0)) < 0.43).double().mean(dim=1)
+    one = Score("copa", 0.43, 25, 200)  # 20,000 draws give its error to 0.5 %
+    assert one.standard_error == pytest.approx(centered(drawn, 25).std().item(), rel=0.03)
+    assert aggregate([one] * 4)[2] == pytest.approx(one.standard_error / 2)
+
+
+NAMES = [
+    (CORE_TASKS, 10**6, "CORE"),
+    (CORE_TASKS, 10569, "CORE estimate (max 10569 each)"),
+    (CORE_TASKS[1:], 10**6, "mean of 21 tasks"),
+    (PAPER_TASKS, 300, "mean of 6 tasks (max 300 each)"),
+    (("copa",), 500, "mean of 1 task"),
+]
+
+
+@pytest.mark.parametrize("labels, most, name", NAMES)
+def test_name_of_the_mean_says_what_is_missing(labels, most, name):
+    assert aggregate(scores_of(dict.fromkeys(labels, 0.5), most))[0] == name
+
+
+def test_the_table_has_our_and_the_published_numbers(capsys):
+    show(scores_of(dict.fromkeys(CORE_TASKS, 0.5)), "a model")
+    rows = {line.split()[0]: line.split() for line in capsys.readouterr().out.splitlines() if line.strip()}
+    gpt2, paper = ["0.0780", "0.3360"], ["0.2650", "0.007", "0.2267", "0.047"]
+    assert rows["hellaswag_zeroshot"][1:] == ["10,042", "0.5000", "0.3333", "0.007", *gpt2, *paper]
+    assert rows["CORE"][-2:] == ["0.1139", "0.2565"] and rows["mean"][-4:] == ["0.2418", "0.020", "0.2286", "0.026"]

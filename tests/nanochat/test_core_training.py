@@ -11,7 +11,7 @@ import gpt_runs
 import tiny_core
 from gpt_runs import events, final, metrics
 from nanochat_gka import eval_core, train
-from nanochat_gka.core_metric.task_scorer import TaskScorer
+from nanochat_gka.core_metric.scoring import TaskScorer
 from nanochat_gka.generation.engine import Engine
 from nanochat_gka.generation.sampling import SAMPLE_PROMPTS, Sampling
 from nanochat_gka.model.checkpoints import load
@@ -19,30 +19,41 @@ from trainkit_gka.cli import run
 
 STEPS = 6
 SHORT = ["--num-iterations", STEPS, "--save-every", -1]
+LABELS = [*tiny_core.TASKS]
 
 
-def with_core(bundle, every=2):
-    settings = ["--core-metric-every", every, "--bundle", bundle, "--core-metric-max-per-task", 8]
-    return [*SHORT, *settings, "--tensorboard"]
+def with_core(bundle, most=8):
+    return [*SHORT, "--core-metric-every", 2, "--bundle", bundle, "--core-metric-max-per-task", most, "--tensorboard"]
 
 
 @pytest.fixture(scope="module")
 def scored(packed, bundle, tmp_path_factory):
-    """A run that was scored every second step, stopped after the second time and finished."""
-    out = tmp_path_factory.mktemp("scored")
-    for more in (["--stop-after", 4], []):
-        assert gpt_runs.train(packed, out, *with_core(bundle), *more) == 0
+    """A run that was scored every second step; a signal came in the second task of the second time."""
+    out, measured, measure = tmp_path_factory.mktemp("scored"), [], TaskScorer.measure
+
+    def interrupted(self, task, *arguments):
+        measured.append(task.label)
+        if len(measured) == 7:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return measure(self, task, *arguments)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(TaskScorer, "measure", interrupted)
+        assert gpt_runs.train(packed, out, *with_core(bundle)) == 0
+        assert measured == LABELS + LABELS[:2] and [line["step"] for line in events(out, "core")] == [2]
+        assert gpt_runs.train(packed, out, *with_core(bundle)) == 0
+    assert measured == LABELS + LABELS[:2] + LABELS[1:] + LABELS
     return out
 
 
 def test_scores_when_due_equal_eval_core(scored, bundle, tmp_path):
     assert [record["step"] for record in events(scored, "core")] == [2, 4, 6]
-    assert [record["asked"]["task"] for record in events(scored, "core_task")] == [*tiny_core.TASKS] * 3
+    assert [record["asked"]["task"] for record in events(scored, "core_task")] == LABELS * 3
     words = ["--run", scored / "run", "--bundle", bundle, "--out", tmp_path, "--device-type", "cpu"]
     run(eval_core.main, eval_core.CoreConfig, [*map(str, words), "--max-per-task", "8"])
     lines = [json.loads(line) for line in (tmp_path / f"run_step{STEPS:06d}.jsonl").read_text().splitlines()]
     centered = {line["config"]["task"]: line["metrics"]["centered"] for line in lines if line["kind"] == "core"}
-    (mean,) = [line["metrics"] for line in lines if line["kind"] == "core_mean"]
+    [mean] = [line["metrics"] for line in lines if line["kind"] == "core_mean"]
     last = events(scored, "core")[-1]
     assert last["centered"] == centered and last["name"] == "mean of 5 tasks (max 8 each)"
     summary = {"name": mean["name"], "metric": mean["centered"], "standard_error": mean["standard_error"]}
@@ -63,35 +74,12 @@ def test_scoring_and_samples_leave_training_unchanged(scored, packed, tmp_path, 
     assert last["texts"] == {prompt: text for prompt, [text] in zip(SAMPLE_PROMPTS, texts)}
 
 
-def test_next_process_scores_what_a_signal_left(scored, packed, bundle, tmp_path, monkeypatch, capsys):
-    asked, measure = [], TaskScorer.measure
-
-    def interrupted(self, task, *others):
-        asked.append(task.label)
-        if len(asked) == 7:  # the second task of the second time
-            os.kill(os.getpid(), signal.SIGTERM)
-        return measure(self, task, *others)
-
-    monkeypatch.setattr(TaskScorer, "measure", interrupted)
-    labels = [*tiny_core.TASKS]
-    gpt_runs.train(packed, tmp_path, *with_core(bundle))
-    assert asked == labels + labels[:2] and "stopped at step 4 of 6, saved" in capsys.readouterr().out
-    gpt_runs.train(packed, tmp_path, *with_core(bundle))
-    assert asked == labels + labels[:2] + labels[1:] + labels
-    assert [r["centered"] for r in events(tmp_path, "core")] == [r["centered"] for r in events(scored, "core")]
-    assert final(tmp_path, STEPS) == final(scored, STEPS)
-
-
-TOO_FEW = "--core-metric-max-per-task 3 is too few for jeopardy: 3 shots and a question"
-
-
-@pytest.mark.parametrize("line, most, message", [("{oops\n", 8, "copa.jsonl:16: not a JSON"), ("", 3, TOO_FEW)])
+@pytest.mark.parametrize("line, most, message", [("{oops\n", 8, "copa.jsonl:16: "), ("", 3, "max-per-task 3")])
 def test_bad_bundle_is_refused_before_the_first_step(packed, bundle, tmp_path, capsys, line, most, message):
     mine = shutil.copytree(bundle, tmp_path / "bundle")
     with open(mine / "eval_data/reasoning/copa.jsonl", "a") as file:
         file.write(line)
-    words = ["--core-metric-every", 5, "--bundle", mine, "--core-metric-max-per-task", most]
-    assert gpt_runs.train(packed, tmp_path, *words) == 2
+    assert gpt_runs.train(packed, tmp_path, *with_core(mine, most)) == 2
     error = capsys.readouterr().err
     assert message in error and len(error.splitlines()) == 1
     assert events(tmp_path, "eval") == events(tmp_path, "train") == []

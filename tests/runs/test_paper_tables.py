@@ -7,8 +7,7 @@ import pytest
 from bench_lines import line as bench_line
 from bench_lines import write, write_lines
 from deit_gka.training.config import TrainConfig as VisionTraining
-from nanochat_gka.core_metric.bundle import CORE_SIZES, PAPER_TASKS
-from nanochat_gka.core_metric.published import PAPER_CENTERED, PAPER_MEAN
+from nanochat_gka.core_metric.published import CORE_SIZES, PAPER_CENTERED, PAPER_MEAN, PAPER_TASKS
 from nanochat_gka.core_metric.report import centered
 from nanochat_gka.train import TrainConfig as LanguageTraining
 from runs import tables

@@ -31,7 +31,7 @@ from trainkit_gka import workers
 HANG_AFTER = 1200  # seconds; tells a hang from a machine that has twenty other things to do
 LIBRARIES = [
     *("deit_gka.training.images", "deit_gka.training.optim", "deit_gka.model.warm_start"),
-    *("nanochat_gka.training.optim", "nanochat_gka.core_metric.during_training", "nanochat_gka.generation.engine"),
+    *("nanochat_gka.training.optim", "nanochat_gka.core_metric.scoring", "nanochat_gka.generation.engine"),
     *("trainkit_gka.loop", "tyro", "torch._dynamo"),
     *("sklearn.datasets", "sklearn.model_selection", "processes"),
 ]

@@ -4,15 +4,17 @@ import json
 import random
 from pathlib import Path
 
+import yaml
+
 import tiny
 
 HEADER = "Eval Task,Task Category,Task Type,#shots,#datapoints,Random baseline,Centered Metric?,Description"
 TASKS = {  # label: (file, type, shots, delimiter or None, baseline)
     "copa": ("reasoning/copa.jsonl", "multiple_choice", 0, None, 50),
-    "arc_easy": ("knowledge/arc.jsonl", "multiple_choice", 2, "\\nAnswer: ", 25),
+    "arc_easy": ("knowledge/arc.jsonl", "multiple_choice", 2, "\nAnswer: ", 25),
     "winograd": ("language/winograd.jsonl", "schema", 1, None, 50),
     "lambada_openai": ("language/lambada.jsonl", "language_modeling", 0, None, 0),
-    "jeopardy": ("knowledge/jeopardy.jsonl", "language_modeling", 3, "\\nAnswer: ", 0),
+    "jeopardy": ("knowledge/jeopardy.jsonl", "language_modeling", 3, "\nAnswer: ", 0),
 }
 COUNT = 15
 
@@ -31,36 +33,27 @@ def _example(kind: str, rng: random.Random, number: int) -> dict:
         return {"query": words(2, 18), "choices": choices, "gold": rng.randrange(len(choices))}
     if kind == "schema":
         stem = words(2, 14)
-        return {
-            "context_options": [f"{stem} {words(1, 2)}" for _ in range(2)],
-            "continuation": words(1, 8) + ".",
-            "gold": rng.randrange(2),
-        }
+        options = [f"{stem} {words(1, 2)}" for _ in range(2)]
+        return {"context_options": options, "continuation": words(1, 8) + ".", "gold": rng.randrange(2)}
     return {"context": f" {words(3, 25)} \n", "continuation": words(1, 2)}
 
 
 def write_bundle(folder: Path, labels=tuple(TASKS)) -> Path:
-    rng = random.Random(0)
-    folder.mkdir(parents=True)
-    lines = ["icl_tasks:"]
+    rng, entries = random.Random(0), []
     for label in labels:
         file, kind, shots, delimiter, _ = TASKS[label]
-        lines += ["-", f"  label: {label}", f"  dataset_uri: {file}"]
-        lines += [f"  num_fewshot: [{shots}]", f"  icl_task_type: {kind}"]
-        lines += [f'  continuation_delimiter: "{delimiter}"'] if delimiter else []
-        path = folder / "eval_data" / file
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text("".join(json.dumps(_example(kind, rng, number)) + "\n" for number in range(COUNT)))
-    (folder / "core.yaml").write_text("\n".join(lines) + "\n")
+        entries.append({"label": label, "dataset_uri": file, "num_fewshot": [shots], "icl_task_type": kind})
+        entries[-1] |= {"continuation_delimiter": delimiter} if delimiter else {}
+        write_examples(folder, label, [_example(kind, rng, number) for number in range(COUNT)])
+    (folder / "core.yaml").write_text(yaml.safe_dump({"icl_tasks": entries}))
     rows = [f'{label},,,,,{task[4]},,"words, and more"' for label, task in TASKS.items()]
     (folder / "eval_meta_data.csv").write_text("\n".join([HEADER, *rows]) + "\n")
     return folder
 
 
-def make_lambada_unusable(folder: Path, examples: list[dict]) -> None:
-    """Give lambada_openai these examples, and no delimiter: the tokenizer merges "ker" + "nel" into one token."""
-    manifest = (folder / "core.yaml").read_text()
-    at = manifest.index("  num_fewshot", manifest.index("lambada_openai"))
-    (folder / "core.yaml").write_text(manifest[:at] + '  continuation_delimiter: ""\n' + manifest[at:])
-    path = folder / "eval_data" / TASKS["lambada_openai"][0]
-    path.write_text("".join(json.dumps(example) + "\n" for example in examples))
+def write_examples(folder: Path, label: str, examples: list[dict], mode: str = "w") -> None:
+    """Write a task's examples, or append them (mode "a")."""
+    path = folder / "eval_data" / TASKS[label][0]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open(path, mode) as file:
+        file.writelines(json.dumps(example) + "\n" for example in examples)
