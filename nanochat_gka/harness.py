@@ -8,7 +8,6 @@ run's checkpoints. What computes is the harness's own model `hf`, and its model_
 `--model hf --model_args pretrained=FOLDER` works here too, for exported models and what transformers saved of them.
 """
 
-import inspect
 import sys
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -26,44 +25,28 @@ except ImportError:
     print(f"error: lm_eval is not installed: {advice('lm-eval')}", file=sys.stderr)
     sys.exit(UserError.code)
 
-SETTINGS = inspect.signature(HFLM.__init__).parameters.keys() - {"self", "pretrained", "kwargs"}
-
-
-def transformers_folder(run: str, step: int, scratch: Path) -> str:
-    """A folder that transformers can read: `run` itself if transformers saved it, or else an export below `scratch`.
-
-    Raises UserError if there is no model.
-    """
-    if saved_by_transformers(Path(run)):
-        if step != -1:
-            raise UserError(f"{run} was saved by transformers and has no steps: leave step out")
-        return run
-    export(load(run, step), scratch / "model")
-    return str(scratch / "model")
-
 
 @register_model("gka")
 class GKAModel(HFLM):
-    """The harness's `hf` on a language model of this project. settings: those of `hf`, but pretrained.
-
-    Raises UserError for what cannot be used.
-    """
+    """The harness's `hf` on our model. settings: those of `hf`, but pretrained. Raises UserError for unusable ones."""
 
     def __init__(self, run: str = "", step: int = -1, **settings):
         if not run:
             raise UserError("--model_args needs run=FOLDER, a run of ours or an exported model")
-        if unknown := sorted(settings.keys() - SETTINGS):
-            known = ", ".join(["run", "step", *sorted(SETTINGS)])
-            raise UserError(f"--model_args has {', '.join(unknown)}, which is not known; there are {known}")
         if settings.pop("trust_remote_code", False):
             raise UserError("--trust_remote_code is not for --model gka: no code that comes with a model is executed")
         try:
             with TemporaryDirectory(prefix="gka-") as scratch:
-                folder = transformers_folder(str(run), step, Path(scratch))
+                folder = str(run)
+                if not saved_by_transformers(Path(folder)):
+                    folder = f"{scratch}/model"
+                    export(load(run, step), Path(folder))
+                elif step != -1:
+                    raise UserError(f"{run} was saved by transformers and has no steps: leave step out")
                 super().__init__(folder, **{"backend": "causal", **settings})  # it knows its own library's types alone
-        except UserError:
-            raise
         except Exception as error:  # the harness, torch and transformers raise many kinds for what they cannot use
+            if isinstance(error, UserError):
+                raise
             arguments = ",".join(f"{name}={value}" for name, value in settings.items())
             raise UserError(f"--model_args run={run},{arguments}: {reason_of(error)}") from None
         if self.max_length > self.config.rotary_positions:
@@ -75,11 +58,9 @@ class GKAModel(HFLM):
         return super().chat_template(chat_template)
 
     def loglikelihood(self, requests, disable_tqdm: bool = False) -> list[tuple[float, bool]]:
-        for request in requests:
-            if not request.args[1]:
-                raise UserError(
-                    f"an answer to question {request.doc_id} of {request.task_name} is empty: nothing to score"
-                )
+        for one in requests:
+            if not one.args[1]:
+                raise UserError(f"an answer to question {one.doc_id} of {one.task_name} is empty: nothing to score")
         return super().loglikelihood(requests, disable_tqdm)
 
     def _loglikelihood_tokens(self, requests, *arguments, **options) -> list[tuple[float, bool]]:
