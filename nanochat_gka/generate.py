@@ -4,8 +4,8 @@
     python -m nanochat_gka.generate --run out/runs/d20-gka --prompts-file prompts.txt --num-samples 4 > texts.jsonl
     python -m nanochat_gka.generate --run out/runs/d20-gka --interactive
 
-Plain text is for a reader: the prompt, then its continuation. With --prompts-file a JSON line per prompt goes to
-standard output, so that it can be piped. Messages about the run go to standard error.
+Text goes to standard output: the prompt, then its continuation; with --prompts-file a JSON line per prompt. Messages
+go to standard error.
 """
 
 import codecs
@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from rich.console import Console
 
@@ -56,11 +56,10 @@ class GenerateConfig(Sampling):
     """Device to compute on; auto takes CUDA if there is one."""
 
 
-def read_prompts(path: Path, check: Callable[[str], None]) -> tuple[list[str], list[str]]:
-    """The prompts of a file, one a line, and what is wrong with lines that cannot be continued, by file and line.
+def read_prompts(path: Path, check: Callable[[str], Any]) -> tuple[list[str], list[str]]:
+    """The prompts of a file, one a line, and the problems of lines for which `check` raises UserError.
 
-    A line that begins with a quote must be a JSON string. check: raises UserError for such a prompt. Raises UserError
-    if the file has no prompts.
+    A line that begins with a quote must be a JSON string. Raises UserError if the file has no prompts.
     """
     content = sys.stdin.buffer.read() if str(path) == "-" else path.read_bytes()
     prompts, problems = [], []
@@ -69,52 +68,45 @@ def read_prompts(path: Path, check: Callable[[str], None]) -> tuple[list[str], l
             continue
         try:
             text = line.removesuffix(b"\r").decode()
-            prompts.append(json.loads(text) if text.startswith('"') else text)
-            check(prompts[-1])
-        except UnicodeDecodeError:
-            problems.append(f"{path}:{number}: is not UTF-8 text")
-        except json.JSONDecodeError as error:
-            problems.append(f"{path}:{number}: begins with a quote but is not a JSON string ({error})")
+            text = json.loads(text) if text.startswith('"') else text
+            check(text)
+            prompts.append(text)
+        except (UnicodeDecodeError, json.JSONDecodeError) as error:
+            kind = "UTF-8 text" if isinstance(error, UnicodeDecodeError) else "a JSON string, but begins with a quote"
+            problems.append(f"{path}:{number}: is not {kind} ({error})")
         except UserError as error:
-            prompts.pop()
             problems.append(f"{path}:{number}: {error}")
     if not prompts and not problems:
         raise UserError(f"{path} has no prompts")
     return prompts, problems
 
 
-def write_stream(engine: Engine, prompt: str, config: GenerateConfig) -> int:
-    """Write a prompt and each of its continuations as they come. Returns the number of tokens generated."""
+def write_stream(engine: Engine, prompts: list[str], config: GenerateConfig) -> int:
+    """Write each prompt and each of its continuations as they come, one at a time. Returns the number of tokens."""
     count, begins = 0, True
-    for piece in engine.stream([prompt], config, config.stop):
-        sys.stdout.write((prompt if begins else "") + piece.text + ("\n" if piece.is_done else ""))
-        sys.stdout.flush()
+    for piece in engine.stream(prompts, config, config.stop):
+        print((prompts[piece.prompt] if begins else "") + piece.text, end="\n" if piece.is_done else "", flush=True)
         begins, count = piece.is_done, count + 1
     return count
 
 
 def ask(engine: Engine, config: GenerateConfig) -> None:
-    """Continue what is typed until the input ends; a prompt that is typed again gets another continuation."""
+    """Continue what is typed until the input ends; the same prompt gets another continuation the next time."""
     say("type the beginning of a text and press Enter (an empty line begins a document); Ctrl-D leaves")
     for turn in itertools.count():
         try:
             prompt = input("> " if sys.stdin.isatty() else "")
+            write_stream(engine, [prompt], replace(config, seed=(config.seed + turn) % 2**63))
         except EOFError:
             return
         except UnicodeDecodeError:
             say("error: that is not UTF-8 text")
-            continue
-        try:
-            write_stream(engine, prompt, replace(config, seed=(config.seed + turn) % 2**63))
         except UserError as error:
             say(f"error: {error}")
 
 
 def write_all(engine: Engine, prompts: list[str], config: GenerateConfig) -> int:
-    """Write all continuations of all prompts, a prompt as soon as it and those before it are done.
-
-    Returns the number of tokens generated.
-    """
+    """Write each prompt's continuations as soon as it and those before it are done. Returns the number of tokens."""
     texts = [[""] * config.num_samples for _ in prompts]
     remaining = [config.num_samples] * len(prompts)
     count = written = 0
@@ -125,20 +117,16 @@ def write_all(engine: Engine, prompts: list[str], config: GenerateConfig) -> int
         for piece in engine.stream(prompts, config, config.stop):
             count += 1
             texts[piece.prompt][piece.sample] += piece.text
-            if not piece.is_done:
-                continue
-            bar.advance(task)
-            remaining[piece.prompt] -= 1
+            if piece.is_done:
+                bar.advance(task)
+                remaining[piece.prompt] -= 1
             while written < len(prompts) and remaining[written] == 0:
-                for line in _lines(prompts[written], texts[written], as_json=config.prompts_file is not None):
-                    sys.stdout.write(line + "\n")
-                sys.stdout.flush()
+                if config.prompts_file:
+                    print(json.dumps({"prompt": prompts[written], "texts": texts[written]}), flush=True)
+                else:
+                    print(*(prompts[written] + text + "\n" for text in texts[written]), sep="\n", flush=True)
                 written += 1
     return count
-
-
-def _lines(prompt: str, texts: list[str], as_json: bool) -> list[str]:
-    return [json.dumps({"prompt": prompt, "texts": texts})] if as_json else [prompt + text + "\n" for text in texts]
 
 
 def say(message: str) -> None:
@@ -157,18 +145,13 @@ def main(config: GenerateConfig) -> None:
     max_rows = 1 if config.stream or config.interactive else config.max_rows
     engine = Engine(loaded.model, loaded.tokenizer, max_rows, config.keep_keys or None)
     if config.interactive:
-        ask(engine, config)
-        return
-    prompts, problems = config.prompt, []
-    if config.prompts_file:
-        prompts, problems = read_prompts(config.prompts_file, engine.check)
+        return ask(engine, config)
+    file = config.prompts_file
+    prompts, problems = read_prompts(file, engine.tokens) if file else (config.prompt, [])
     for problem in problems:
         say(f"error: {problem}")
     started = time.perf_counter()
-    if config.stream:
-        tokens = sum(write_stream(engine, prompt, config) for prompt in prompts)
-    else:
-        tokens = write_all(engine, prompts, config)
+    tokens = (write_stream if config.stream else write_all)(engine, prompts, config)
     seconds = time.perf_counter() - started
     say(f"{tokens:,} tokens in {seconds:.1f} s, {rate(tokens / seconds, 'tokens/s')}")
     if problems:

@@ -21,10 +21,7 @@ from trainkit_gka.cli import UserError, check_bounds
 
 @dataclass(frozen=True)
 class TextPiece:
-    """What one token adds to one continuation.
-
-    `text` may be empty: half a character, and what may become a stop text, is held back.
-    """
+    """What one token adds to one continuation; `text` is held back while it may become a character or a stop text."""
 
     prompt: int
     sample: int
@@ -48,10 +45,7 @@ class Continuation:
         self.held += self.decoder.decode(text or b"", final=is_last)
         stops = [place for stop in self.stop_texts if (place := self.held.find(stop)) >= 0]
         self.is_done = is_last or bool(stops)
-        if stops:
-            ready = min(stops)
-        else:
-            ready = len(self.held) if is_last else len(self.held) - self._undecided()
+        ready = min(stops, default=len(self.held) - (0 if is_last else self._undecided()))
         released, self.held = self.held[:ready], self.held[ready:]
         return TextPiece(self.prompt, self.sample, token, released, self.is_done)
 
@@ -98,23 +92,25 @@ class Engine:
             raise TypeError("prompts and stop must be lists of texts, got one text")
         if not all(stop):
             raise UserError("a stop text must not be empty")
-        starts = [self._tokens(prompt) for prompt in prompts]
+        starts = [self.tokens(prompt) for prompt in prompts]
         waiting = deque((prompt, sample) for prompt in range(len(prompts)) for sample in range(sampling.num_samples))
         longest = max(map(len, starts), default=0) + sampling.max_tokens
         cache = self._new_cache(min(self.max_rows, len(waiting)), min(longest, self.model.rotary.length), in_use=0)
         rows: list[Continuation] = []
-        prefilled, ready = -1, None  # the prompt that was run last, its cache and the logits after it
+        prefilled = -1  # the prompt that was run last; its cache and the logits after it, (1, 1, V)
         while waiting or rows:
             while waiting and len(rows) < self.max_rows:
                 prompt, sample = waiting.popleft()
                 if prompt != prefilled:
-                    prefilled, ready = prompt, self._prefill(starts[prompt])
+                    ids = torch.tensor([starts[prompt]], device=self.model.device)
+                    prefilled, prompt_cache = prompt, self._new_cache(1, ids.shape[1])
+                    logits = self.model(ids, context=prompt_cache)
                 room = min(sampling.max_tokens, self.model.rotary.length - len(starts[prompt]))
                 row = Continuation(prompt, sample, sampling.draws(prompts[prompt], sample), room, stop)
-                yield self._extend(row, pick(ready[1], [row.draws], sampling)[0])
+                yield self._extend(row, pick(logits[:, -1], [row.draws], sampling)[0])
                 if not row.is_done:
                     rows.append(row)
-                    cache.take(ready[0])
+                    cache.take(prompt_cache)
             if not rows:
                 continue
             ids = torch.tensor([[row.last] for row in rows], device=self.model.device)
@@ -127,32 +123,24 @@ class Engine:
                     rows[place] = rows[-1]
                     rows.pop()
 
-    def check(self, prompt: str) -> None:
-        """Raises UserError for a prompt that cannot be continued: one that is too long, or is not Unicode text."""
-        self._tokens(prompt)
-
     def fits(self, prompt: str) -> bool:
         """Whether the model has room for the prompt, and for a token after it."""
         return 1 + len(self.tokenizer.encode(prompt)) < self.model.rotary.length
 
-    def _tokens(self, prompt: str) -> list[int]:
+    def tokens(self, prompt: str) -> list[int]:
+        """Token ids of a prompt. Raises UserError if it cannot be continued: it is too long, or is not Unicode text."""
         try:
             prompt.encode()
         except UnicodeEncodeError:
             raise UserError(f"a prompt is not Unicode text: {prompt!r}") from None
         ids, limit = [self.tokenizer.bos_id, *self.tokenizer.encode(prompt)], self.model.rotary.length
         if len(ids) >= limit:
-            most = f"the model takes at most {limit - 1} and one to continue"
-            raise UserError(f"the prompt has {len(ids)} tokens, {most}; give it the end of the text")
+            most = f"the model takes at most {limit - 1} and one to continue; give it the end of the text"
+            raise UserError(f"the prompt has {len(ids)} tokens, {most}")
         return ids
 
     def _new_cache(self, rows: int, capacity: int, in_use: int | None = None) -> KVCache:
         return self.model.new_cache(rows, capacity, in_use, self.keep_keys, last_only=True)
-
-    def _prefill(self, ids: list[int]) -> tuple[KVCache, torch.Tensor]:
-        """A cache of one row with the prompt in it, and the logits after it, (1, V)."""
-        cache = self._new_cache(1, len(ids))
-        return cache, self.model(torch.tensor([ids], device=self.model.device), context=cache)[:, -1]
 
     def _extend(self, row: Continuation, token: int) -> TextPiece:
         special = token >= self.tokenizer.bos_id

@@ -38,7 +38,7 @@ class Sampling:
     """Seed of the samples: the same seed gives the same text, however many prompts and samples run together."""
 
     def draws(self, prompt: str, sample: int) -> random.Random:
-        """The uniform numbers of one continuation: its own, so that other prompts, batch and device do not matter."""
+        """The random numbers of one continuation, whatever the other prompts, the batch and the device are."""
         return random.Random(f"{self.seed} {sample} {prompt}")
 
 
@@ -65,10 +65,10 @@ def truncate(probabilities: torch.Tensor, top_k: int, top_p: float) -> torch.Ten
     First those beyond the top_k most likely go (0 = all stay), then those beyond the smallest set of the most likely
     that together have top_p of what is left. Equally likely tokens stay or go by their order.
     """
-    count = min(top_k or probabilities.shape[-1], probabilities.shape[-1])
-    if count == probabilities.shape[-1] and top_p == 1:
+    size = probabilities.shape[-1]
+    if top_p == 1 and (top_k or size) >= size:
         return probabilities
-    values, indices = probabilities.topk(count, dim=-1)
+    values, indices = probabilities.topk(min(top_k or size, size), dim=-1)
     if top_p < 1:
         before = values.cumsum(dim=-1) - values
         values = values.masked_fill(before >= top_p * values.sum(dim=-1, keepdim=True), 0.0)
