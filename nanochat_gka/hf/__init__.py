@@ -1,10 +1,6 @@
 """Our language models in Hugging Face's transformers. Importing this registers them; nothing remote is executed.
 
-import nanochat_gka.hf
-from transformers import AutoModelForCausalLM, AutoTokenizer
-
-model = AutoModelForCausalLM.from_pretrained("d20-gka")  # a folder that nanochat_gka.export wrote
-tokenizer = AutoTokenizer.from_pretrained("d20-gka")
+AutoModelForCausalLM.from_pretrained(folder) then reads a folder that nanochat_gka.export wrote.
 """
 
 from trainkit_gka.extras import require, require_version
@@ -14,8 +10,7 @@ require_version(__name__, "hf", "transformers", "5.23")
 
 from transformers import AutoConfig, AutoModelForCausalLM  # noqa: E402
 
-from nanochat_gka.hf.config import GKAConfig  # noqa: E402
-from nanochat_gka.hf.model import GKAForCausalLM  # noqa: E402
+from nanochat_gka.hf.model import GKAConfig, GKAForCausalLM  # noqa: E402
 
 __all__ = ["GKAConfig", "GKAForCausalLM"]
 
