@@ -9,8 +9,7 @@ from typing import Any
 from deit_gka.data.batch import ImageBatch, Images, assemble
 from deit_gka.data.order import Order
 from deit_gka.data.sources import ImageStream, check_classes, located
-from deit_gka.data.sources.base import list_hash
-from deit_gka.data.sources.parts import check_parts
+from deit_gka.data.sources.base import check_parts, list_hash
 from deit_gka.data.transforms import eval_transform, train_transform
 from deit_gka.data.workers import BatchLoader, batches, default_workers, evaluation_batches, worker_context
 from deit_gka.model.checkpoints import open_data, trained_on

@@ -12,7 +12,7 @@ from sklearn.datasets import load_digits
 from torchvision.datasets import ImageFolder
 
 from deit_gka.data.sources import DataParts, check_classes, decode, located, open_source
-from image_files import contents, error, pair, png, write, write_tar
+from tiny_images import contents, error, pair, png, write, write_tar
 from tiny_vision import encoded
 from trainkit_gka import workers
 from trainkit_gka.cli import UserError

@@ -16,9 +16,8 @@ from deit_gka.data.sources import DataParts, ImageSource, ImageStream, check_cla
 from deit_gka.data.transforms import eval_transform, train_transform
 from deit_gka.data.workers import evaluation_batches
 from deit_gka.training.config import TrainConfig
-from image_files import error, png, value_of, write
 from tiny import one_line_error
-from tiny_images import drawn, runtime, small_recipe, union
+from tiny_images import drawn, error, png, runtime, small_recipe, union, value_of, write
 from tiny_vision import SIZE
 from trainkit_gka.cli import PassingFault, UserError
 from vision_runs import evaluated, flags, in_process, train

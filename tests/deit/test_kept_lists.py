@@ -10,7 +10,7 @@ import pytest
 from deit_gka.data.sources import cache as lists
 from deit_gka.data.sources import open_source
 from deit_gka.data.sources.base import list_hash
-from image_files import contents, pair, png, write, write_tar
+from tiny_images import contents, pair, png, write, write_tar
 
 TICK = 0.02  # seconds in which every file system's clock has moved on
 

@@ -15,7 +15,7 @@ from deit_gka.model.attention import kind_of
 from deit_gka.model.checkpoints import export, find_checkpoint, load_run
 from deit_gka.recipe import Recipe
 from deit_gka.training.distillation import load_teacher
-from image_files import write
+from tiny_images import write
 from tiny_vision import MICRO, SHAPE, SIZE, call, encoded
 from trainkit_gka.checkpoint import save as save_checkpoint
 from trainkit_gka.cli import UserError

@@ -12,16 +12,17 @@ Images stay encoded until `decode` makes them RGB, in the worker processes.
 from pathlib import Path
 from typing import Literal
 
-from deit_gka.data.sources.base import FOLDERS, ImageSource, listing
-from deit_gka.data.sources.base import Record as Record
+import numpy as np
+from PIL import Image
+
+from deit_gka.data.sources.base import ALL_PARTS, FOLDERS, NONE, DataParts, ImageSource, Record, listing
 from deit_gka.data.sources.classes import check_classes as check_classes
 from deit_gka.data.sources.decode import BrokenImage as BrokenImage
 from deit_gka.data.sources.decode import decode as decode
-from deit_gka.data.sources.digits import Digits
 from deit_gka.data.sources.folder import Folder, class_folders
 from deit_gka.data.sources.hub import Hub, ImageStream
-from deit_gka.data.sources.parts import ALL_PARTS, NONE, DataParts
 from deit_gka.data.sources.tars import Tars, shards_of
+from trainkit_gka import extras
 from trainkit_gka.cli import UserError
 
 FORMS = "a folder with train/<class>/ and val/<class>/, wds:FOLDER, hf:NAME, hf-stream:NAME or digits"
@@ -51,6 +52,28 @@ def open_source(data: str, split: Literal["train", "val"], parts: DataParts = NO
     parts.refuse(data, "data_config", "input_key", "target_key")
     splits = {parts.train_split, parts.val_split, *FOLDERS["train"], *FOLDERS["val"]} - {""}
     return Folder(data, split, folder, [root / name for name in splits if (root / name).is_dir()])
+
+
+class Digits(ImageSource):
+    """scikit-learn's handwritten digits. A third of them is `val`, every class alike, always the same ones."""
+
+    def __init__(self, split: str):
+        if reason := extras.missing("vision", "sklearn"):
+            raise UserError(f"digits: {reason}")
+        from sklearn.datasets import load_digits
+        from sklearn.model_selection import train_test_split
+
+        digits = load_digits()
+        parts = train_test_split(np.arange(len(digits.target)), test_size=1 / 3, random_state=0, stratify=digits.target)
+        super().__init__("digits", split, [str(digit) for digit in range(10)])
+        self._places, images = parts[split == "val"], np.rint(digits.images * 255 / 16).astype(np.uint8)
+        self._images, self._labels = images[self._places], digits.target[self._places]
+
+    def __len__(self) -> int:
+        return len(self._labels)
+
+    def read(self, index: int) -> Record:
+        return Image.fromarray(self._images[index]), int(self._labels[index]), f"digits/{self._places[index]}"
 
 
 def located(data: str) -> str:

@@ -9,8 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from deit_gka.data.sources.base import MAX_CLASSES, ImageSource, Record
-from deit_gka.data.sources.parts import NONE, DataParts
+from deit_gka.data.sources.base import MAX_CLASSES, NONE, DataParts, ImageSource, Record
 from trainkit_gka import extras
 from trainkit_gka.cli import PassingFault, UserError, flag_of, is_network, reason_of
 

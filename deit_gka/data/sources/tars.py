@@ -16,10 +16,9 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from deit_gka.data.sources.base import MAX_CLASSES, ImageSource, Record, packed, tracked, unpacked
+from deit_gka.data.sources.base import MAX_CLASSES, NONE, DataParts, ImageSource, Record, packed, tracked, unpacked
 from deit_gka.data.sources.cache import Note, Tensors, cached
 from deit_gka.data.sources.decode import EXTENSIONS, is_image
-from deit_gka.data.sources.parts import NONE, DataParts
 from trainkit_gka.cli import UserError, reason_of
 
 USUAL_WORDS = ("train", "val", "eval")  # the first that starts a word: "retrieval-train-0.tar" is training data
