@@ -38,11 +38,10 @@ def test_the_ratio_is_of_the_faster_baseline_that_is_right(tmp_path):
 
 
 def test_the_newest_comparison_counts_unless_it_was_quick(tmp_path):
-    def pair(group, time, quick=False):
-        timed = ("gka triton", "ours", 1.0), ("softmax cudnn", "baseline", time)
-        return [line(*each, group=group, quick=quick) for each in timed]
-
-    lines = *pair("1", 9.0), *pair("2", 3.0), *pair("3", 2.0, quick=True)
+    lines = []
+    for group, time in (("1", 9.0), ("2", 3.0), ("quick", 2.0)):
+        about = dict(group=group, quick=group == "quick")
+        lines += [line("gka triton", "ours", 1.0, **about), line("softmax cudnn", "baseline", time, **about)]
     assert ratio_of(tmp_path, *lines) == [3.0] and ratio_of(tmp_path, *lines, quick=True) == [2.0]
     write(tmp_path / "quick", *lines[4:])
     assert frames.bench("attention", tmp_path / "quick").empty
@@ -93,14 +92,11 @@ def test_the_picture_of_speed_has_a_point_for_each_case_machine_and_number_of_th
 
 def test_a_gpu_is_held_to_the_fastest_attention_and_to_torchs_default():
     """Worked out from the file by hand: a causal step of 2,048 tokens, where cuDNN's is the fastest."""
-    lines = read_lines(frames.RESULTS / "bench_attention_nvidia-h200.jsonl")
-    times = {
-        one["config"]["candidate"]: one["metrics"].get("median_ms")
-        for one in lines
-        if (one["config"]["case"], one["config"]["phase"]) == ("lm-full", FULL)
-    }
+    rows = read_lines(frames.RESULTS / "bench_attention_nvidia-h200.jsonl")
+    rows = [row for row in rows if (row["config"]["case"], row["config"]["phase"]) == ("lm-full", FULL)]
+    times = {row["config"]["candidate"]: row["metrics"]["median_ms"] for row in rows}
     ours, cudnn, flash = (times[name] for name in ("gka triton", "softmax cudnn", "softmax flash"))
-    assert ours > cudnn and flash > ours
     [table] = report.gpus()
     [row] = [row for row in table.rows if row[:2] == ["causal, 16 × 2048 × 10 × 128", "forward + backward"]]
+    assert ours > cudnn and flash > ours
     assert row[2:] == [f"{cudnn:.3g} (cudnn)", f"{ours:.3g}", f"{cudnn / ours:.2f}x", f"{flash / ours:.2f}x"]
