@@ -13,7 +13,6 @@ import re
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import fmean
@@ -31,6 +30,8 @@ from nanochat_gka.draw import TEXT
 from nanochat_gka.figures import families as language_families
 from nanochat_gka.figures.subjects import subjects_of as language_subjects
 from nanochat_gka.training.bits_per_byte import remark, remarks
+from runs.demo.language import COLUMNS as LANGUAGE_COLUMNS
+from runs.demo.vision import COLUMNS as VISION_COLUMNS
 from runs.looks import LOOKS, Look
 from runs.table import Row, Table, styled
 from runs.tables import BUILDERS, Sources
@@ -55,24 +56,8 @@ CHART, CHART_DPI = (6.4, 4.0), 110  # inches
 PICTURE_WIDTH, WEBP_QUALITY = 1800, 82  # pixels
 LINES, OTHER_FORMS = ("-", "--", ":", "-."), Look(GREY)
 PROGRESS = {False: "training tokens, millions", True: "epochs"}
-NUMBERS = {  # of a finish record, by whether the run is of vision: heading and format
-    False: {
-        "parameters": ("parameters", ","),
-        "flops_per_token": ("FLOPs per token", ".3e"),
-        "train_tokens": ("training tokens", ".3e"),
-        "train_bpb": ("training bits per byte", ".4f"),
-        "val_bpb": ("validation bits per byte", ".4f"),
-        "tokens_per_second": ("tokens/s", ",.0f"),
-    },
-    True: {
-        "parameters": ("parameters", ","),
-        "flops": ("FLOPs per image", ".3e"),
-        "top1": ("top-1 %", ".2f"),
-        "ema_top1": ("top-1 %, averaged weights", ".2f"),
-        "images": ("images judged", ","),
-        "images_per_second": ("training images/s", ",.0f"),
-    },
-}
+# Columns of finish records, by whether the run is of vision.
+NUMBERS = {False: LANGUAGE_COLUMNS, True: VISION_COLUMNS}
 FACTS = ("date", "hardware", "processes", "torch", "commit")
 
 
@@ -286,7 +271,7 @@ def run_tables(runs: list[TrainedRun]) -> list[Table]:
 
 def cell(finish: dict[str, Any], key: str, digits: str) -> str:
     value = finish.get(key)
-    return "not finished" if not finish else "–" if value is None else f"{value:{digits}}"
+    return "not finished" if not finish else "–" if value is None else digits.format(value)
 
 
 # Attention
@@ -300,54 +285,49 @@ def vision_pictures(runs: list[TrainedRun], images: Sequence[Path]) -> tuple[lis
     files = photographs(images) if images or not runs else {}
     if not runs:
         return drawn(vision_families, vision_subjects(of_timm(UNTRAINED), files), VISION_FAMILIES), ""
-    vision = sorted((run for run in runs if run.is_vision), key=lambda run: not run.has_sigma)
 
-    def draw(run: TrainedRun) -> list[Picture]:
+    def load(run: TrainedRun, first: TrainedRun | None) -> list[Any]:
         model = of_run(run.folder)
-        chosen = files or images_for(model, network=False)
-        subjects, twins = vision_subjects(model, chosen), {}
-        for other in vision:
-            if not other.has_sigma and other.family != run.family:
-                twins.setdefault(other.family, other)
-        for twin in list(twins.values())[:NUM_TWINS]:
-            with suppress(UserError):  # another input size, no attention, or no checkpoint yet
-                subjects += vision_subjects(of_run(twin.folder), chosen)
-        return drawn(vision_families, subjects, VISION_FAMILIES)
+        files.update({} if files else images_for(model, network=False))
+        return [] if first and run.has_sigma else vision_subjects(model, files)
 
-    return first_that_works(vision, draw)
+    vision = sorted((run for run in runs if run.is_vision), key=lambda run: not run.has_sigma)
+    return together(vision, load, 1 + NUM_TWINS, vision_families, VISION_FAMILIES)
 
 
 def language_pictures(runs: list[TrainedRun], text: str) -> tuple[list[Picture], str]:
     """Of the first models that read the text with one tokenizer, the paper's form first; and why there are none."""
     if not text.strip():
         raise UserError("the text is empty; give some words with --text")
-    families: dict[str, TrainedRun] = {}
+
+    def load(run: TrainedRun, first: TrainedRun | None) -> list[Any]:
+        return language_subjects([run.folder] if first is None else [first.folder, run.folder], text)[-1:]
+
     language = [run for run in runs if not run.is_vision]
-    for run in sorted(language, key=lambda run: (not run.has_sigma, bool(run.config.get("head_offsets")))):
-        families.setdefault(run.family, run)
-
-    def draw(run: TrainedRun) -> list[Picture]:
-        subjects = language_subjects([run.folder], text)
-        for other in families.values():
-            with suppress(UserError):  # another tokenizer, or no checkpoint yet
-                if other is not run and len(subjects) < NUM_MODELS:
-                    subjects += language_subjects([run.folder, other.folder], text)[1:]
-        return drawn(language_families, subjects, LANGUAGE_FAMILIES)
-
-    return first_that_works(list(families.values()), draw)
+    language.sort(key=lambda run: (not run.has_sigma, bool(run.config.get("head_offsets"))))
+    return together(language, load, NUM_MODELS, language_families, LANGUAGE_FAMILIES)
 
 
-def first_that_works(
-    runs: Sequence[TrainedRun], draw: Callable[[TrainedRun], list[Picture]]
-) -> tuple[list[Picture], str]:
-    """The pictures of the first run for which `draw` raises no UserError, or why there is none."""
-    reason = ""
+def together(
+    runs: list[TrainedRun], load: Callable[[TrainedRun, TrainedRun | None], list[Any]], most: int, module: Any,
+    counts: dict[str, int],
+) -> tuple[list[Picture], str]:  # fmt: skip
+    """The pictures of the first `most` families that can be loaded beside the first of them; and why there is none.
+
+    load: raises UserError, as for another tokenizer or input size, and without a checkpoint.
+    """
+    loaded, subjects, reason = {}, [], ""
     for run in runs:
+        if run.family in loaded or len(loaded) == most:
+            continue
         try:
-            return draw(run), ""
+            more = load(run, next(iter(loaded.values()), None))
         except UserError as error:
             reason = reason or f"{run.name} is not drawn: {error}."
-    return [], reason
+        else:
+            subjects += more
+            loaded |= {run.family: run} if more else {}
+    return (drawn(module, subjects, counts), "") if subjects else ([], reason)
 
 
 def drawn(module: Any, subjects: list[Any], counts: dict[str, int]) -> list[Picture]:

@@ -23,11 +23,19 @@ from trainkit_gka.progress import console
 
 SEEDS = (0, 1)
 EXPECTED_TOP1 = 95.0
+SIZES = ("parameters", "flops")  # equal for all seeds
 WARMUP_EPOCHS = 5
 IMAGE_SIZE, BATCH_SIZE = 16, 32
 EPOCHS, MODELS = 50, len(SEEDS) * len(KINDS)
 SECONDS_PER_EPOCH = 0.9  # on one core of two; it starts the estimate of what is left
-HEADINGS = ["parameters", "FLOPs/image", "top-1 %", "EMA top-1 %", "train img/s"]
+COLUMNS = {  # of a table of vision models: heading and format
+    "parameters": ("parameters", "{:,}"),
+    "flops": ("FLOPs/image", "{:.3e}"),
+    "top1": ("top-1 %", "{:.2f}"),
+    "ema_top1": ("EMA top-1 %", "{:.2f}"),
+    "images_per_second": ("train img/s", "{:,.0f}"),
+}
+HEADINGS = [heading for heading, _ in COLUMNS.values()]
 # Tiny models on tiny images need none of the recipe's augmentation; the rate is 1e-3 at this batch
 # (runs/log/2026-11-21-learning-rate-of-the-digits-demo.md).
 MODEL_FLAGS = ["--model-kwargs", "patch_size=4", "embed_dim=64", "depth=4", "num_heads=4"]
@@ -81,16 +89,13 @@ def show(jobs: Jobs, out: Path) -> list[Path]:
 
 
 def cells(records: list[dict]) -> list[str]:
-    """A model's cells below HEADINGS, from its seeds' numbers."""
-
-    def spread(key: str, form: str) -> str:
-        values = [record[key] for record in records if record[key] is not None]
-        if not values:  # too few updates to time
-            return ""
-        return f"{statistics.fmean(values):{form}} ±{(max(values) - min(values)) / 2:{form}}"
-
-    sizes = [f"{records[0]['parameters']:,}", f"{records[0]['flops']:.3e}"]
-    return [*sizes, spread("top1", ".2f"), spread("ema_top1", ".2f"), spread("images_per_second", ",.0f")]
+    """A model's cells below HEADINGS: sizes, then the mean over its seeds and half their range."""
+    texts = []
+    for key, (_, form) in COLUMNS.items():
+        values = [record[key] for record in records if record[key] is not None]  # None: too few updates to time
+        spread = f" ±{form.format((max(values) - min(values)) / 2)}" if values and key not in SIZES else ""
+        texts.append(form.format(values[0] if key in SIZES else statistics.fmean(values)) + spread if values else "")
+    return texts
 
 
 def draw_attention(jobs: Jobs, out: Path) -> Path:
