@@ -2,8 +2,8 @@
 
 import shutil
 import statistics
-from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from runs.demo import language, vision
 from runs.jobs import START_SECONDS, run_side_by_side
@@ -17,8 +17,7 @@ TIMED_STEPS = 10
 FILE = "length.json"
 
 
-@dataclass(frozen=True)
-class Length:
+class Length(NamedTuple):
     """How many steps each language model takes, and how many epochs each vision model."""
 
     steps: int
@@ -54,7 +53,7 @@ def choose_length(out: Path, depth: int, ranks: int, at_once: int, parts: list[s
         f"{step:.2f} s for a step here: {length.steps} steps and {length.epochs} epochs, which takes about "
         f"{minutes:.0f} minutes (the usual length is {language.STEPS} and {vision.EPOCHS}; --steps and --epochs fix it)"
     )
-    write_json(path, asdict(length))
+    write_json(path, length._asdict())
     return length
 
 
