@@ -287,9 +287,11 @@ def vision_pictures(runs: list[TrainedRun], images: Sequence[Path]) -> tuple[lis
         return drawn(vision_families, vision_subjects(of_timm(UNTRAINED), files), VISION_FAMILIES), ""
 
     def load(run: TrainedRun, first: TrainedRun | None) -> list[Any]:
+        if first and run.has_sigma:
+            return []
         model = of_run(run.folder)
         files.update({} if files else images_for(model, network=False))
-        return [] if first and run.has_sigma else vision_subjects(model, files)
+        return vision_subjects(model, files)
 
     vision = sorted((run for run in runs if run.is_vision), key=lambda run: not run.has_sigma)
     return together(vision, load, 1 + NUM_TWINS, vision_families, VISION_FAMILIES)
