@@ -92,9 +92,8 @@ def fused_on_cpus(applies_eps: bool) -> list[str]:
 def run_route(route: str, problem: testing.Problem) -> testing.Result:
     if route == "plain":
         return testing.plain(problem)
-    options: dict[str, Any] = dict(causal=problem.mask.causal, window=problem.mask.window)
-    options |= dict(impl="sdpa", constant_norm=True) if route == CONSTANT_NORM else dict(impl=route)
-    return testing.run(partial(gaussian_attention, **options), problem)
+    options: dict[str, Any] = dict(impl="sdpa", constant_norm=True) if route == CONSTANT_NORM else dict(impl=route)
+    return testing.run(partial(gaussian_attention, causal=problem.mask.causal, **options), problem)
 
 
 def relative(result: torch.Tensor, exact: torch.Tensor) -> float:
@@ -127,16 +126,13 @@ def measure(results: Path) -> None:
     if reason := build.obstacle():
         raise UserError(reason)
     torch.set_num_threads(1)  # the order of a parallel reduction would show in the last digit
-    rows = []
-    for settings, metrics in routes():
-        print(f"{', '.join(map(str, settings.values()))}: {metrics}", flush=True)
-        rows.append(({"part": PART} | settings, metrics))
     other_parts = [record for record in read_results(results) if record["config"].get("part") != PART]
     with atomic(results) as written:
         for record in other_parts:
             append_line(written, record)
-        for settings, metrics in rows:
-            append_result(written, "error", settings, metrics, torch.device("cpu"))
+        for settings, metrics in routes():
+            print(f"{', '.join(map(str, settings.values()))}: {metrics}", flush=True)
+            append_result(written, "error", {"part": PART} | settings, metrics, torch.device("cpu"))
 
 
 def main(config: ErrorConfig) -> None:

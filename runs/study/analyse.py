@@ -136,24 +136,25 @@ def speeds_of(folder: Path) -> Speeds:
     return {depth: dict(zip(one.family, one.tokens_per_second)) for depth, one in timed.groupby("depth")}
 
 
+def cells_of(rows: list[dict[str, Any]], trial: Iterable[str], metrics: Iterable[str]) -> pd.DataFrame:
+    """A line for each row: these and the usual values of what was trained and measured, and all bandwidths."""
+    table = [
+        {name: row["trial"][name] for name in ("seed", "rate", *trial)}
+        | {name: row["metrics"][name] for name in ("parameters", *metrics)}
+        | {"form": row["form"], "settled": row.get("settled", True)}
+        | {"sigmas": [s for layer in (row["metrics"]["sigma"] or {}).values() for s in layer]}
+        for row in rows
+    ]
+    return pd.DataFrame(table)
+
+
 class Study:
     """The finished trainings of one text, and their comparisons."""
 
     def __init__(self, rows: list[dict[str, Any]], speeds: Speeds):
         self.speeds = speeds
-        table = [
-            {
-                **{name: row["trial"][name] for name in ("depth", "tokens", "seed")},
-                **{name: row["metrics"][name] for name in ("parameters", "flops_per_token", "train_flops")},
-                "form": row["form"],
-                "rate": row["trial"]["rate"],
-                "settled": row.get("settled", True),
-                "loss": row["metrics"]["val_bpb"],
-                "sigmas": [s for layer in (row["metrics"]["sigma"] or {}).values() for s in layer],
-            }
-            for row in rows
-        ]
-        cells = pd.DataFrame(table).groupby(["form", "depth", "tokens"])
+        lines = cells_of(rows, ("depth", "tokens"), ("flops_per_token", "train_flops", "val_bpb"))
+        cells = lines.rename(columns={"val_bpb": "loss"}).groupby(["form", "depth", "tokens"])
         self.cells: dict[tuple[str, int, int], pd.DataFrame] = {
             place: cell.set_index("seed").sort_index() for place, cell in cells
         }
@@ -345,19 +346,8 @@ def images_of(folder: Path) -> dict[str, tuple[dict[str, Any], dict[str, pd.Data
     """By set of images its data, and for each form a row for each seed."""
     sets = {}
     for path in sorted(folder.glob("vision_*.jsonl")):
-        rows = chosen_rows(path, "ema_top1", "sigma")
-        table = [
-            {
-                **{name: row["trial"][name] for name in ("seed", "rate")},
-                **{name: row["metrics"][name] for name in ("parameters", "flops", "images_per_second", "ema_top1")},
-                "form": row["form"],
-                "settled": row.get("settled", True),
-                "sigmas": [s for layer in row["metrics"]["sigma"].values() for s in layer],
-            }
-            for row in rows
-        ]
-        if rows:
-            cells = pd.DataFrame(table).groupby("form", sort=False)
+        if rows := chosen_rows(path, "ema_top1", "sigma"):
+            cells = cells_of(rows, (), ("flops", "images_per_second", "ema_top1")).groupby("form", sort=False)
             by_form = {form: cell.set_index("seed").sort_index() for form, cell in cells}
             sets[path.stem.removeprefix("vision_")] = rows[0]["data"], by_form
     return sets
