@@ -188,7 +188,7 @@ def test_a_model_without_attention_of_ours_trains_and_resumes(pictures, tmp_path
     assert "resuming" in done.stdout and [record["epoch"] for record in records(tmp_path, "eval")] == [1, 2]
 
 
-def test_ranks_take_the_same_first_step_and_fewer_may_continue(pictures, tmp_path):
+def test_ranks_take_the_same_first_step(pictures, tmp_path):
     """24 images on 1 and on 3 ranks."""
     common = ["--batch-size", 24, "--drop-path", 0, "--warmup-epochs", 0, "--clip-grad", 0]
     for ranks, device_batch_size in ((1, 24), (3, 6)):
@@ -200,8 +200,6 @@ def test_ranks_take_the_same_first_step_and_fewer_may_continue(pictures, tmp_pat
     moments = [name for name in one if name.startswith("exp_avg/")]
     assert all((three[name] - one[name]).norm() < 3e-5 * one[name].norm() for name in moments)
     assert other["loss"] == pytest.approx(record["loss"], rel=1e-6)
-    done = train(pictures, tmp_path / "3", *common, "--stop-after", 2)
-    assert "resuming at update 1" in done.stdout and steps_of(tmp_path / "3") == [1, 2]
 
 
 def test_a_moved_copy_of_the_data_continues_a_run_and_other_data_is_refused(uninterrupted, pictures, tmp_path, capsys):

@@ -17,8 +17,7 @@ import tiny_vision
 from deit_gka import train as training
 from deit_gka.data.sources import decode
 from deit_gka.data.transforms import eval_transform
-from deit_gka.model.checkpoints import build, export, find_checkpoint
-from deit_gka.model.checkpoints import load_file as load_weights
+from deit_gka.model.checkpoints import export, find_checkpoint
 from deit_gka.model.warm_start import fingerprint, read_start, warm_start
 from deit_gka.recipe import Recipe
 from deit_gka.training.config import TrainConfig
@@ -123,8 +122,6 @@ def test_weights_come_from_files_runs_and_exports(digits, tmp_path):
     save_file(weights, tmp_path / "plain.safetensors")
     for name in ("deit.pth", "timm.pth.tar", "plain.safetensors"):
         assert fingerprint(read_start(str(tmp_path / name)).tensors) == fingerprint(weights)
-        model = load_weights(tmp_path / name, build(SOFTMAX, 10, 32, patch_size=16, embed_dim=64, depth=1, num_heads=2))
-        assert fingerprint(model.state_dict()) == fingerprint(weights)
     export(find_checkpoint(digits / "run"), "ema", tmp_path / "exported")
     for folder in (digits / "run", sorted((digits / "run/checkpoints").iterdir())[-1], tmp_path / "exported"):
         assert fingerprint(read_start(str(folder)).tensors) == fingerprint(average) != fingerprint(weights)
