@@ -220,8 +220,8 @@ class Trainer(BaseTrainer):
     def diverged(self, reason: str, details: str = "", consequence: str = "") -> UserError:
         sigma = [value for *_, values in bandwidths(self.model) for value in values]
         spread = f", sigma between {min(sigma):.3g} and {max(sigma):.3g}" if sigma else ""
-        rate = self.optimizer.param_groups[0]["lr"]
-        return super().diverged(reason, f"{details} (learning rate {rate:.3g}{spread})", consequence)
+        lr = self.optimizer.param_groups[0]["lr"]
+        return super().diverged(reason, f"{details} (learning rate {lr:.3g}{spread})", consequence)
 
     def status(self, numbers: dict[str, float]) -> str:
         epoch, speed = self.state["step"] / self.steps_per_epoch, self.speed(self.recent)["images_per_second"]
