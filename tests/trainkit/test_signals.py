@@ -65,9 +65,9 @@ def main(config):
     with atomic(config.folder / "result") as temporary:
         temporary.write_text("half")
         try:
-            print("working", flush=True)
             if config.work == "a native call":  # which looks at no signal, as a collective does whose peers are gone
-                ctypes.CDLL(None).system(b"cat")
+                ctypes.CDLL(None).system(b"echo working; cat")
+            print("working", flush=True)
             while True:
                 time.sleep(0.01)
         except BaseException as error:
