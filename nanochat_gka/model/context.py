@@ -4,14 +4,22 @@ Legend: B rows, T tokens of the pass in each, n tokens so far, H heads, D head_d
 """
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 
-if TYPE_CHECKING:
-    from nanochat_gka.model.attention import Attention
-
 Tensors = tuple[torch.Tensor, ...]
+
+
+class AttentionLayer(Protocol):
+    """What a context needs of `attention.Attention`."""
+
+    layer: int
+    is_last: bool
+
+    def attend(self, rotary, queries: torch.Tensor, stored: Tensors) -> torch.Tensor: ...
+
+    def attend_cached(self, rotary, queries: torch.Tensor, stored: Tensors, lengths: list[int]) -> torch.Tensor: ...
 
 
 class Context:
@@ -24,14 +32,14 @@ class Context:
         """A pass over `num_tokens` tokens of every row begins."""
         self.positions, self.longest = slice(0, num_tokens), num_tokens
 
-    def attend(self, layer: "Attention", rotary, queries: torch.Tensor, new: Tensors) -> torch.Tensor:
+    def attend(self, layer: AttentionLayer, rotary, queries: torch.Tensor, new: Tensors) -> torch.Tensor:
         """Outputs of the tokens that `select` keeps, by `layer.attend`.
 
         queries, new: of the tokens of this pass, (B, T, H, D) each; `new` is stored for later tokens.
         """
         return layer.attend(rotary, queries, new)
 
-    def select(self, layer: "Attention", x: torch.Tensor) -> torch.Tensor:
+    def select(self, layer: AttentionLayer, x: torch.Tensor) -> torch.Tensor:
         """The tokens of a layer's input, (B, T, C), whose outputs the layer computes."""
         return x
 
