@@ -11,8 +11,8 @@ from trainkit_gka.files import write_json
 
 # GPT-2's letters for bytes: printable ones stand for themselves, the others follow from U+0100 on.
 _PRINTABLE = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-_OTHERS = [byte for byte in range(256) if byte not in _PRINTABLE]
-LETTERS = {byte: chr(byte if byte in _PRINTABLE else 0x100 + _OTHERS.index(byte)) for byte in range(256)}
+_NOT_PRINTABLE = [byte for byte in range(256) if byte not in _PRINTABLE]
+LETTERS = {byte: chr(byte if byte in _PRINTABLE else 0x100 + _NOT_PRINTABLE.index(byte)) for byte in range(256)}
 
 
 def special_ids(tokenizer: Tokenizer) -> dict[str, int]:

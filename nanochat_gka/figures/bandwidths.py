@@ -173,7 +173,7 @@ def draw_channels(subjects: Sequence[TextSubject], folder: Path) -> list[Figure]
     Of the models that have channel bandwidths.
     """
     by_layer = {subject: scales for subject in subjects if (scales := _scales(subject))}
-    whole = {subject: np.stack([*scales.values()]) for subject, scales in by_layer.items()}  # (L, H, 2, D / 2)
+    all_scales = {subject: np.stack([*scales.values()]) for subject, scales in by_layer.items()}  # (L, H, 2, D / 2)
     words = caption(
         [*by_layer],
         "exp(a) of every channel, which scales it before tokens are compared; dashed: 1, where it started. The two "
@@ -183,12 +183,12 @@ def draw_channels(subjects: Sequence[TextSubject], folder: Path) -> list[Figure]
         *(
             f"{subject.model}: exp(a) is {scales.min():.2g} to {scales.max():.2g}, its median {np.median(scales):.2g}; "
             f"{np.mean(scales < 0.5):.0%} of the channels lie below a half."
-            for subject, scales in whole.items()
+            for subject, scales in all_scales.items()
         ),
         of_weights=False,
     )
-    least = min(1.0, *(float(scales.min()) for scales in whole.values())) / 1.2
-    largest = max(1.0, *(float(scales.max()) for scales in whole.values())) * 1.2
+    least = min(1.0, *(float(scales.min()) for scales in all_scales.values())) / 1.2
+    largest = max(1.0, *(float(scales.max()) for scales in all_scales.values())) * 1.2
 
     def draw(axis, subject: TextSubject, layer: int) -> None:
         _draw_scales(axis, by_layer[subject][layer], subject.head_names(subject.layers[layer]))

@@ -16,7 +16,7 @@ from deit_gka.training.engine import Mixer, accumulate_gradients
 from tiny_images import runtime, small_recipe
 from tiny_vision import SHAPE, SIZE
 
-WHOLE = 10**6  # a device_batch_size
+NO_LIMIT = 10**6  # a device_batch_size
 
 
 def test_a_group_is_mixed_as_timm_does():
@@ -39,7 +39,7 @@ class Update:
     gradients: what DDP leaves in .grad, the mean over ranks. loss: of the batch. model: as it was; batches: of rank 0.
     """
 
-    def __init__(self, ranks=1, device_batch_size=WHOLE, step=0, scale=1.0, dtype=torch.float64, **settings):
+    def __init__(self, ranks=1, device_batch_size=NO_LIMIT, step=0, scale=1.0, dtype=torch.float64, **settings):
         recipe = small_recipe(**{**dict(batch_size=24, group_size=8, drop_path=0.0, amp="float32"), **settings})
         source, self.mixer, self.loss = open_source("digits", "train"), Mixer(recipe, 10), 0.0
         torch.manual_seed(1)
@@ -71,7 +71,7 @@ def differ(one, other):
 
 
 def test_gradient_does_not_depend_on_pieces_and_ranks():
-    for step, settings in ((0, ((1, 4), (2, WHOLE))), (1, ((3, 6), (5, 2)))):
+    for step, settings in ((0, ((1, 4), (2, NO_LIMIT))), (1, ((3, 6), (5, 2)))):
         one = Update(step=step)
         assert all(gradient.norm() > 0 for gradient in one.gradients.values())
         for ranks, device_batch_size in settings:

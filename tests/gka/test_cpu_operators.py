@@ -89,9 +89,9 @@ def test_an_exported_program_takes_other_strides_than_its_example(queries):
 
 
 @pytest.mark.filterwarnings("ignore:There is a performance drop")
-@pytest.mark.parametrize("others", [0, 2])
-def test_batched_gradients_are_those_of_a_loop(others):
-    leaves = [torch.randn(2, 9, 2, 8, requires_grad=True) for _ in range(1 + others)]
+@pytest.mark.parametrize("foreign", [0, 2])
+def test_batched_gradients_are_those_of_a_loop(foreign):
+    leaves = [torch.randn(2, 9, 2, 8, requires_grad=True) for _ in range(1 + foreign)]
     log_sigma = torch.zeros(2, requires_grad=True)
     leaves.append(log_sigma)
     y = attend(leaves[0], log_sigma, **dict(zip(("keys", "values"), leaves[1:-1])))

@@ -37,8 +37,8 @@ def problem(queries: int, keys: int | None, mask: Mask, own_values: bool, head_d
     def draw(tokens: int, seed: int) -> torch.Tensor:
         return make_features("normal", (2, tokens, 3, head_dim), seed=seed)
 
-    others = None if keys is None else draw(keys, 1), None if own_values else draw(keys or queries, 2)
-    tensors = dict(zip(("keys", "values"), others), grad_y=draw(queries, 3))
+    keys_values = None if keys is None else draw(keys, 1), None if own_values else draw(keys or queries, 2)
+    tensors = dict(zip(("keys", "values"), keys_values), grad_y=draw(queries, 3))
     eps = float(torch.tensor(EPS)) if keys is None else 0.0
     return Problem(draw(queries, 0), torch.tensor([0.1, 0.9, 1.7]), mask=mask, eps=eps, **tensors)
 

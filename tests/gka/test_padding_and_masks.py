@@ -90,8 +90,8 @@ def check(problem, padding, got, slack=0.0):
                 if name == "dlog_sigma":
                     to[name] += result[name]
                 else:
-                    whole = problem.keys is not None and name in ("y", "dx")
-                    to[name][row, slice(None) if whole else places] = result[name][0].double()
+                    every_query = problem.keys is not None and name in ("y", "dx")
+                    to[name][row, slice(None) if every_query else places] = result[name][0].double()
             off = floors[name] * results[0][name].norm().item() + difference.get(name, 0.0)
             squares[name], sums[name] = squares[name] + off**2, sums[name] + off
     limits = {name: sums[name] if name == "dlog_sigma" else squares[name] ** 0.5 for name in got}
@@ -332,9 +332,9 @@ def random_case_is_wrong(seed):
             serving.append(select_impl(problem.x, keys=problem.keys, values=problem.values, impl=impl, **options))
     impl = draw.choice(serving)
 
-    def route(x, log_sigma, **others):
-        others = {name: None if t is None else STRIDES[strides[name]](t) for name, t in others.items()}
-        y = gaussian_attention(STRIDES[strides["x"]](x), log_sigma, impl=impl, **others, **options)
+    def route(x, log_sigma, **tensors):
+        tensors = {name: None if t is None else STRIDES[strides[name]](t) for name, t in tensors.items()}
+        y = gaussian_attention(STRIDES[strides["x"]](x), log_sigma, impl=impl, **tensors, **options)
         return STRIDES[strides["y"]](y)
 
     filled = problem if garbage is None else with_garbage(problem, padding[:, :, None, None], garbage)

@@ -70,13 +70,13 @@ def test_text_waits_for_the_rest_of_characters_and_stop_texts(stop, tokens, want
     assert texts == wanted
 
 
-KEPT = [  # of these tokens' probabilities, exact in binary, so that limits are met exactly: top_k, top_p, which stay
+TRUNCATIONS = [  # top_k, top_p, which tokens stay; probabilities are exact in binary, so that limits are met exactly
     (0, 1.0, [0, 1, 2, 3, 4]), (9, 1.0, [0, 1, 2, 3, 4]), (2, 1.0, [1, 3]), (0, 0.5, [1]), (0, 0.51, [1, 3]),
     (0, 0.75, [1, 3]), (0, 0.8, [0, 1, 3]), (2, 0.6, [1]), (2, 0.7, [1, 3]),  # 0.5 is two thirds of top 2's 0.75
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("top_k, top_p, stay", KEPT)
+@pytest.mark.parametrize("top_k, top_p, stay", TRUNCATIONS)
 def test_truncation_keeps_the_most_likely(top_k, top_p, stay):
     p = torch.tensor([[0.125, 0.5, 0.0625, 0.25, 0.0625]], dtype=torch.float64)
     expected = torch.zeros_like(p)

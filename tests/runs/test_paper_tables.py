@@ -119,14 +119,14 @@ def test_a_finished_run_of_exactly_the_papers_configuration_fills_its_cell(tmp_p
     assert sorted(ours for _, ours, _ in hybrid.values()) == ["2.000", "5.000", "71.000"]
 
 
-OTHERS = [dict(epochs=299), dict(model_kwargs=("depth=4",)), dict(batch_size=32), dict(input_size=16)]
-OTHERS += [dict(label="VLT-Ti"), dict(images=599), dict(steps=300 * 70)]
+OTHER_IMAGES = [dict(epochs=299), dict(model_kwargs=("depth=4",)), dict(batch_size=32), dict(input_size=16)]
+OTHER_IMAGES += [dict(label="VLT-Ti"), dict(images=599), dict(steps=300 * 70)]
 OTHER_TEXT = [dict(target_param_data_ratio=10.5), dict(head_offsets="PS")]
 
 
 @pytest.mark.parametrize(
     "folder, changed",
-    [(vision_folder, one) for one in OTHERS] + [(language_folder, one) for one in OTHER_TEXT],
+    [(vision_folder, one) for one in OTHER_IMAGES] + [(language_folder, one) for one in OTHER_TEXT],
     ids=str,
 )
 def test_a_run_of_another_configuration_fills_no_cell(tmp_path, folder, changed):

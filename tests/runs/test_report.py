@@ -82,8 +82,8 @@ def test_damaged_logs_and_unfinished_runs_are_reported_as_such(base, tmp_path):
         folder = tmp_path / "runs" / name
         folder.mkdir(parents=True)
         lines = (base / "runs" / name / "log.jsonl").read_text().splitlines()
-        kept = [line for line in lines if json.loads(line)["event"] != "finish"]
-        (folder / "log.jsonl").write_text("\n".join(["{}", "not JSON", *kept, '{"event": "eval", "st']))
+        unfinished = [line for line in lines if json.loads(line)["event"] != "finish"]
+        (folder / "log.jsonl").write_text("\n".join(["{}", "not JSON", *unfinished, '{"event": "eval", "st']))
     (tmp_path / "runs" / "empty").mkdir()
     (tmp_path / "runs" / "empty" / "log.jsonl").write_text("")
     runs = find_runs((), tmp_path)

@@ -54,9 +54,9 @@ FEATURES = ("p_x", "p_k", "p_v", "p_y", "p_dy", "p_dx", "p_dk", "p_dv")
 # Each kernel with its heaviest case: its name and its constants.
 VALUES_IN_WINDOW = dict(OWN_KEYS=True, OWN_VALUES=False, HAS_BEFORE=True, HAS_AFTER=True)
 SPLIT = dict(SPLIT=True, OWN_KEYS=False, OWN_VALUES=True, HAS_BEFORE=False, HAS_AFTER=False)
-WHOLE = dict(NORM=NORM_CONSTANT.value, SPLIT=False, **VALUES_IN_WINDOW)
+NOT_SPLIT = dict(NORM=NORM_CONSTANT.value, SPLIT=False, **VALUES_IN_WINDOW)
 KERNELS = {
-    "forward": (forward.gka_forward_kernel, "window, values", WHOLE),
+    "forward": (forward.gka_forward_kernel, "window, values", NOT_SPLIT),
     "decode": (forward.gka_forward_kernel, "general, split", dict(NORM=NORM_COMPUTED.value, **SPLIT)),
     "symmetric": (backward.gka_symmetric_kernel, "window", dict(CONSTANT=False, HAS_REACH=True)),
     "queries": (backward.gka_queries_kernel, "window, values", dict(CONSTANT=True, **VALUES_IN_WINDOW)),

@@ -177,7 +177,7 @@ real_autocast = torch.autocast
 def _dense_flex(q, k, v, score_mod=None, block_mask=None, scale=1.0, kernel_options=None):
     """What FlexAttention computes, (B, H, T, D)."""
     shape = (q.shape[0], q.shape[1], q.shape[2], k.shape[2])
-    axes = [[-1 if axis == own else 1 for axis in range(4)] for own in range(4)]
+    axes = [[-1 if axis == kept_axis else 1 for axis in range(4)] for kept_axis in range(4)]
     index = [torch.arange(length, device=q.device).view(axis) for length, axis in zip(shape, axes, strict=True)]
     scores = (q.float() @ k.float().mT) * scale
     if score_mod is not None:

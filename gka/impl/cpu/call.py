@@ -69,8 +69,8 @@ def forward(*arguments):
         request = inputs.request()
         clean, nan_rows = without_nonfinite(request)
         if nan_rows is not None:
-            y, *others = _forward(inputs._replace(x=clean.x, keys=clean.keys, values=clean.values))
-            return with_zeros_and_nan(request, y, nan_rows), *others
+            y, *state = _forward(inputs._replace(x=clean.x, keys=clean.keys, values=clean.values))
+            return with_zeros_and_nan(request, y, nan_rows), *state
     return results
 
 

@@ -48,12 +48,12 @@ def seen_rows(p_lengths, b, Tq, Tk, before, OWN_KEYS: tl.constexpr, HAS_BEFORE: 
 
 
 @triton.jit
-def partners(p_lengths, first, own, count):
-    """How many rows a block from `first` on looks at: `count`, or none if it is behind the `own` rows."""
+def partners(p_lengths, first, num_rows, count):
+    """How many rows a block from `first` on looks at: `count`, or none for a block behind all `num_rows` rows."""
     if p_lengths is None:
         return count
     else:
-        return tl.where(first < own, count, 0)
+        return tl.where(first < num_rows, count, 0)
 
 
 @triton.jit
@@ -147,23 +147,23 @@ def inverse_variance(p_log_sigma, h, BOUND: tl.constexpr):
 
 @triton.jit
 def spans(first, last, length, before, after, HAS_BEFORE: tl.constexpr, HAS_AFTER: tl.constexpr, BN: tl.constexpr):
-    """Tiles of BN partners that rows at positions first..last look at: (start, whole, mixed, end).
+    """Tiles of BN partners that rows at positions first..last look at: (start, first_unmasked, end_unmasked, end).
 
     A row at position i looks at partners i - before ... i + after (`masking.Mask.reach`; without HAS_ no limit). Tiles
-    from `whole` to `mixed` need no mask for any of the rows; those before and after do.
+    from `first_unmasked` to `end_unmasked` need no mask for any of the rows; those before and after do.
     """
     start = 0
-    whole = 0
+    first_unmasked = 0
     end = length
-    mixed = length // BN * BN
+    end_unmasked = length // BN * BN
     if HAS_BEFORE:
         start = tl.maximum(0, first - before) // BN * BN
-        whole = tl.cdiv(tl.maximum(0, last - before), BN) * BN
+        first_unmasked = tl.cdiv(tl.maximum(0, last - before), BN) * BN
     if HAS_AFTER:
         end = tl.maximum(0, tl.minimum(length, last + after + 1))
-        mixed = tl.maximum(0, tl.minimum(length, first + after + 1)) // BN * BN
-    whole = tl.maximum(start, tl.minimum(whole, tl.cdiv(end, BN) * BN))
-    return start, whole, tl.maximum(mixed, whole), end
+        end_unmasked = tl.maximum(0, tl.minimum(length, first + after + 1)) // BN * BN
+    first_unmasked = tl.maximum(start, tl.minimum(first_unmasked, tl.cdiv(end, BN) * BN))
+    return start, first_unmasked, tl.maximum(end_unmasked, first_unmasked), end
 
 
 @triton.jit
