@@ -272,7 +272,7 @@ report: $(ENV)  ## all of it in one HTML page (RUN=folder, else all of BASE)
 	$(PY) -m runs.report --base '$(BASE)' $(if $(RUN),--run '$(RUN)') $(PICTURE) $(FLAGS)
 
 study: check $(ENV) $(ROWS)  ## train what is left of the study (ARGS=--list shows it)
-	$(PY) -m runs.study.train --data '$(PACKED)' --runs '$(BASE)/study' $(FLAGS)
+	$(PY) -m runs.study.train --data '$(PACKED)' --runs '$(BASE)/study' --results '$(BASE)/study' $(FLAGS)
 
 PAGES = *.md docs gka nanochat_gka deit_gka trainkit_gka runs patches tests CITATION.cff LICENSE Makefile
 site: $(ENV)  ## these pages as a site with search, in out/site

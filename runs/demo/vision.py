@@ -28,6 +28,7 @@ WARMUP_EPOCHS = 5
 IMAGE_SIZE, BATCH_SIZE = 16, 32
 EPOCHS, MODELS = 50, len(SEEDS) * len(KINDS)
 SECONDS_PER_EPOCH = 0.9  # on one core of two; it starts the estimate of what is left
+TIMED_EPOCHS = 2
 COLUMNS = {  # of a table of vision models: heading and format
     "parameters": ("parameters", "{:,}"),
     "flops": ("FLOPs/image", "{:.3e}"),
@@ -49,24 +50,35 @@ Jobs = dict[str, list[Job]]
 
 def train_jobs(out: Path, epochs: int, wandb: str) -> Jobs:
     """Label -> the commands that train this model, a seed each."""
-    steps = epochs * (len(open_source("digits", "train")) // BATCH_SIZE)
-    places = ["--out", out / "runs", "--results", out / "train_deit.jsonl", "--wandb", wandb]
-    length = ["--epochs", epochs, "--warmup-epochs", min(WARMUP_EPOCHS, epochs)]
-    fixed = [*length, *MODEL_FLAGS, *DATA_FLAGS, *RECIPE_FLAGS, *REPORT_FLAGS, *places]
+    places = out / "runs", out / "train_deit.jsonl"
+    return {kind.label: [train_job(kind, seed, epochs, *places, wandb) for seed in SEEDS] for kind in KINDS.values()}
 
-    def job(kind: Kind, seed: int) -> Job:
-        tag = f"digits-{kind.label.lower()}-{epochs}-seed{seed}"
-        return Job(
-            name=f"digits, {kind.label}, seed {seed}",
-            module="deit_gka.train",
-            flags=["--model", model_name("tiny", kind.name), "--model-tag", tag, "--seed", seed, *fixed],
-            folder=out / "runs" / tag,
-            steps=steps,
-            seconds=START_SECONDS + SECONDS_PER_EPOCH * epochs,
-            finish_keys=(*Trainer.FINISH_KEYS, "ema_top1"),
-        )
 
-    return {kind.label: [job(kind, seed) for seed in SEEDS] for kind in KINDS.values()}
+def train_job(kind: Kind, seed: int, epochs: int, folder: Path, results: Path, wandb: str = "disabled") -> Job:
+    """The command that trains a micro-ViT of this kind, with its run in `folder`."""
+    tag = f"digits-{kind.label.lower()}-{epochs}-seed{seed}"
+    flags = ["--model", model_name("tiny", kind.name), "--model-tag", tag, "--seed", seed]
+    flags += ["--epochs", epochs, "--warmup-epochs", min(WARMUP_EPOCHS, epochs)]
+    flags += [*MODEL_FLAGS, *DATA_FLAGS, *RECIPE_FLAGS, *REPORT_FLAGS]
+    return Job(
+        name=f"digits, {kind.label}, seed {seed}",
+        module="deit_gka.train",
+        flags=[*flags, "--out", folder, "--results", results, "--wandb", wandb],
+        folder=folder / tag,
+        steps=epochs * (num_images() // BATCH_SIZE),
+        seconds=START_SECONDS + SECONDS_PER_EPOCH * epochs,
+        finish_keys=(*Trainer.FINISH_KEYS, "ema_top1"),
+    )
+
+
+def timing_job(folder: Path) -> Job:
+    """The command that trains for a few epochs, to see how long one takes."""
+    return train_job(KINDS["gka"], 0, TIMED_EPOCHS, folder, folder / "timed.jsonl")
+
+
+def num_images() -> int:
+    """How many digits an epoch has."""
+    return len(open_source("digits", "train"))
 
 
 def show(jobs: Jobs, out: Path) -> list[Path]:

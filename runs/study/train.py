@@ -1,7 +1,7 @@
 """Train cells of the study that are not trained yet, some at a time, in the background of everything else.
 
 A cell is a form of attention at one depth and number of training tokens, with one seed, at the learning rate that was
-tuned for the form. A finished cell is one line in runs/results/study/CORPUS.jsonl; runs/study/analyse.py reads it.
+tuned for the form. A finished cell is one line in out/study/CORPUS.jsonl; runs/study/analyse.py reads it.
 
 make study                                                  every form with two layers, three seeds
 make study ARGS=--list                                      what is left of it, and how long it takes
@@ -173,8 +173,8 @@ class TrainConfig:
     """Train cells again that failed."""
     runs: Path = Path("out/study")
     """Folder of the runs."""
-    results: Path = Path("runs/results/study")
-    """Folder of the results, a file of JSON lines for each corpus."""
+    results: Path = Path("out/study")
+    """Folder of the results, a file of JSON lines for each corpus (those of the pages are in runs/results/study)."""
     at_once: Annotated[int, Bounds(1)] = 2
     """Trainings side by side, which share the cores."""
     device_type: Literal["auto", "cuda", "cpu"] = "auto"

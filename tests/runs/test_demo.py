@@ -89,12 +89,14 @@ def test_the_papers_form_is_trained_beside_ours():
     assert language.run_tag("gka-paper") == "d4-gka-paper-400" and "gka" not in language.VARIANTS
 
 
-@pytest.mark.parametrize("slower, steps, epochs", [(0.5, 400, 50), (1, 280, 35), (2, 100, 15), (50, 40, 5)])
+@pytest.mark.parametrize("slower, steps, epochs", [(0.5, 400, 50), (1, 240, 30), (2, 80, 10), (50, 40, 5)])
 def test_a_slow_machine_gets_fewer_steps_and_keeps_them(tmp_path, monkeypatch, slower, steps, epochs):
-    """At the speed of the constants, all 400 steps and 50 epochs take 309 s of two cores, the rest 82 s."""
+    """At the speed of the constants, all 400 steps and 50 epochs take 309 s of two cores, the rest 107 s."""
     pace = {"tokens_per_second": language.STEP_TOKENS / (language.SECONDS_PER_STEP * slower)}
-    timed = [SimpleNamespace(finish=lambda: pace)]
-    monkeypatch.setattr(language, "timing_jobs", lambda *_: timed)
+    pace["images_per_second"] = vision.num_images() / (vision.SECONDS_PER_EPOCH * slower)
+    timed = SimpleNamespace(finish=lambda: pace)
+    monkeypatch.setattr(language, "timing_jobs", lambda *_: [timed])
+    monkeypatch.setattr(vision, "timing_job", lambda folder: timed)
     monkeypatch.setattr(length, "run_side_by_side", lambda jobs, at_once: (tmp_path / "timing").mkdir())
     monkeypatch.setattr(vision, "MODELS", 6)
     chosen = length.choose_length(tmp_path, language.DEPTH, 1, 2, ["language", "vision"])

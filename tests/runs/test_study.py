@@ -13,7 +13,7 @@ import tyro
 from deit_gka.train import TrainConfig as ImageTrainer
 from nanochat_gka.train import TrainConfig as TextTrainer
 from processes import HANG_AFTER
-from runs.study import train
+from runs.study import analyse, train
 from runs.study.train import FORMS, IMAGE_FORMS, Runner, TrainConfig, image_training, text_training, text_trainings
 from trainkit_gka.cli import UserError
 from trainkit_gka.files import locked
@@ -56,6 +56,12 @@ def test_a_finished_cell_is_one_row_with_all_that_was_measured(packed, trained):
     assert metrics["evaluations"][-1][2] == metrics["val_bpb"] < metrics["evaluations"][0][2]
     assert len(metrics["sigma"]["layer_0"]) == 1
     assert not one.remaining() and one.run() and len(read_lines(one.results)) == 1
+
+
+def test_the_rows_of_a_folder_are_printed_as_tables(trained, capsys):
+    analyse.main(analyse.AnalyseConfig(results=trained))
+    [row] = read_lines(next(trained.glob("*.jsonl")))
+    assert f"{row['metrics']['val_bpb']:.4f}" in capsys.readouterr().out
 
 
 def test_a_refused_cell_is_a_row_too_and_is_tried_again_on_request(packed, tmp_path):
