@@ -46,11 +46,13 @@ def cost_of(model: nn.Module) -> ModelCost | None:
     known = isinstance(model, VisionTransformer) and model.attn_pool is None
     if not (known and isinstance(model.patch_embed, PatchEmbed)):  # a hybrid's patches come out of a network
         return None
-    layers, patches = [getattr(block, "attn", None) for block in model.blocks], model.patch_embed.num_patches
+    layers = [getattr(block, "attn", None) for block in model.blocks]
+    patches = model.patch_embed.num_patches
     if not all(isinstance(layer, TimmAttention | Attention) for layer in layers):
         return None
     heads = [model.head, getattr(model, "head_dist", nn.Identity())]  # each on one token
-    tokens, dim = patches + model.num_prefix_tokens, model.embed_dim
+    tokens = patches + model.num_prefix_tokens
+    dim = model.embed_dim
     products = patches * model.patch_embed.proj.weight.numel()
     products += tokens * matrices(model.blocks) + sum(map(matrices, heads))
     mixing = sum(operator_flops(1, tokens, layer.num_heads, dim // layer.num_heads, keys=tokens) for layer in layers)

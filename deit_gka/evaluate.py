@@ -111,13 +111,15 @@ def load_models(
     run = config.run
     if run is not None and not checkpoints.is_export(run):
         checkpoint = checkpoints.find_checkpoint(run, config.best)
-        classes, about = checkpoint.state["classes"], checkpoints.about_images(checkpoint.state)
+        classes = checkpoint.state["classes"]
+        about = checkpoints.about_images(checkpoint.state)
         available = [name for name in config.weights if name in checkpoints.weights_in(checkpoint)]
         models = {name: checkpoints.load_run(checkpoint, name, device) for name in available or config.weights}
     else:
         if run is not None:
             checkpoints.check_export(run)
-            name, model = run.name, checkpoints.timm_weights(f"local-dir:{run}", "--run")
+            name = run.name
+            model = checkpoints.timm_weights(f"local-dir:{run}", "--run")
             classes, _ = checkpoints.recorded(run)
         else:
             name = config.model
@@ -139,7 +141,8 @@ def measure(config: EvaluateConfig, runtime: Runtime, data_note: str) -> dict[st
         worker_context(config.data)
     source = runtime.agree(lambda: checkpoints.open_data(config.data, config.split, config.run, config))
     models, settings, classes = runtime.agree(lambda: load_models(config, runtime.device))
-    name, count = config.run or config.model, len(classes) or next(iter(models.values())).num_classes
+    name = config.run or config.model
+    count = len(classes) or next(iter(models.values())).num_classes
 
     def numbers_of_classes() -> tuple[list[int], str]:
         if count != len(source.classes):

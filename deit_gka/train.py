@@ -62,7 +62,8 @@ class Trainer(BaseTrainer):
         # Data
         self.images = RunImages(config, runtime, self.folder)
         self.pieces, self.steps_per_epoch = self.images.order.pieces, self.images.order.steps_per_epoch
-        self.steps, classes = config.epochs * self.steps_per_epoch, self.images.classes
+        self.steps = config.epochs * self.steps_per_epoch
+        classes = self.images.classes
         # Model
         automatic = "max-autotune" if runtime.device.type == "cuda" else compiling.OFF
         self.compile_mode = compiling.mode("--compile", config.compile, automatic, runtime)
@@ -228,7 +229,8 @@ class Trainer(BaseTrainer):
         return f"epoch {epoch:.1f}/{self.config.epochs}  loss {numbers['loss']:.4f}  {rate(speed, 'img/s')}"
 
     def describe(self, numbers: dict[str, float]) -> tuple[str, dict[str, Any]]:
-        step, epoch = self.state["step"], self.state["step"] / self.steps_per_epoch
+        step = self.state["step"]
+        epoch = self.state["step"] / self.steps_per_epoch
         lr = self.optimizer.param_groups[0]["lr"]  # of the last update
         text = f"update {step:06d}/{self.steps:06d} | epoch {epoch:.2f} | loss {numbers['loss']:.4f} | lr {lr:.3e}"
         text += f" | grad norm {numbers['grad_norm']:.2f}"
@@ -246,7 +248,8 @@ class Trainer(BaseTrainer):
 
     def contents(self) -> Contents:
         """All randomness is a function of the seed and the update's number: no state of a random generator is here."""
-        config, average = self.config, {} if self.average is None else {"ema": self.average.module.state_dict()}
+        config = self.config
+        average = {} if self.average is None else {"ema": self.average.module.state_dict()}
         shape = {"num_classes": len(self.images.classes), "input_size": config.input_size}
         tensors = {"model": self.model.state_dict(), **average, "optimizer": state_tensors(self.optimizer, self.model)}
         about = {

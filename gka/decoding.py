@@ -84,7 +84,8 @@ def _by_operations(
     impl: str,
 ) -> torch.Tensor:
     """`decode_attention` by torch's operations, and `gaussian_attention` for sequences of equal length."""
-    parts, delays = [], (options.key_delays or (), options.value_delays or ())
+    parts = []
+    delays = (options.key_delays or (), options.value_delays or ())
     lengths = options.cache_lengths
     for rows, length in rows_of_equal_length(lengths) if lengths else [(slice(None), values.shape[1])]:
         first = 0  # the first token that is read

@@ -116,7 +116,8 @@ def _first(request: Request, names: tuple[str, ...]) -> tuple[str | None, str]:
 
 def why_not(name: str, request: Any) -> str | None:
     """Why an implementation cannot serve a request, or None: by what it declares, then by its `unavailable`."""
-    implementation, head_dim = IMPLEMENTATIONS[name], request.head_dim
+    implementation = IMPLEMENTATIONS[name]
+    head_dim = request.head_dim
     serves = implementation.SERVES
     unread = [option for option in request.requested if option not in serves.options]
     if unread == ["key_padding_mask"] and "lengths" in serves.options and can_pack(request):

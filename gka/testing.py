@@ -170,7 +170,8 @@ def oracle(problem: Problem) -> Result:
     exact = problem.double()
 
     def route(x: torch.Tensor, log_sigma: torch.Tensor, *, keys: Optional, values: Optional) -> torch.Tensor:
-        q, k = x.transpose(1, 2), (x if keys is None else keys).transpose(1, 2)
+        q = x.transpose(1, 2)
+        k = (x if keys is None else keys).transpose(1, 2)
         v = k if values is None else values.transpose(1, 2)
         exponent = -0.5 * _squared_distances(q, k) * inverse_variance(log_sigma)[:, None, None]
         visible = exact.mask.dense(q.shape[2], k.shape[2], x.device)
@@ -250,7 +251,9 @@ def judge(
     by_terms: add the floors up term by term (`floors`; self-attention without front only), also where gradients are
     exactly 0.
     """
-    want, by_plain, got = oracle(problem).named(), plain(problem).named(), run(route, problem).named()
+    want = oracle(problem).named()
+    by_plain = plain(problem).named()
+    got = run(route, problem).named()
     if got["y"].dtype != problem.x.dtype:
         return f"y is {got['y'].dtype}, expected {problem.x.dtype}"
     if by_terms and problem.grad_y is not None:
@@ -269,7 +272,8 @@ def disagreement(
     """
     for name, value in got.items():
         exact = want[name].double()
-        size, off = exact.norm().item(), (value.double() - exact).norm().item()
+        size = exact.norm().item()
+        off = (value.double() - exact).norm().item()
         by_plain_off = 2 * (by_plain[name].double() - exact).norm().item()
         limit = floors[name] * (1 if absolute else size) + (by_plain_off if math.isfinite(by_plain_off) else 0.0)
         if size == 0 and not absolute:
@@ -356,7 +360,8 @@ def floors(problem: Problem) -> dict[str, float]:
     y, w = reference.output_and_weights(exact)
     q, g, v, y = (t.transpose(1, 2) for t in (exact.x, problem.grad_y.double(), exact.value_features, y))
     norm, norm_g, norm_v = (t.norm(dim=-1, keepdim=True) for t in (q, g, v))
-    exponents, inverse = log_kernel(exact.x, exact.x, exact.log_sigma), inverse_variance(exact.log_sigma)[:, None, None]
+    exponents = log_kernel(exact.x, exact.x, exact.log_sigma)
+    inverse = inverse_variance(exact.log_sigma)[:, None, None]
 
     r = 0.5 * inverse * (norm + norm.mT).square()  # |dS_ij| <= eps r_ij
     # |dW_ij| <= eps off_w_ij, as dW_ij = W_ij (dS_ij - sum_l W_il dS_il)

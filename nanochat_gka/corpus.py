@@ -38,7 +38,8 @@ class CorpusConfig:
 def main(config: CorpusConfig) -> None:
     path = None if config.source in ("builtin", "fineweb") else Path(config.source)
     out = config.out or Path("out/corpus") / (path.absolute().name if path else config.source)
-    source, text = str(path.absolute()) if path else config.source, None
+    source = str(path.absolute()) if path else config.source
+    text = None
     is_corpus = path and config.text_column == COLUMN and own_text.is_corpus(path)
     if is_corpus and out.resolve() == path.resolve():
         print(f"{out}: already a corpus")

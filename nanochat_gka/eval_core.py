@@ -68,7 +68,8 @@ class ScoreFile:
 
     def scores(self, tasks: list[Task]) -> dict[str, Score]:
         """By label, the scores of these very questions. A task whose data or baseline are missing is left out."""
-        lines, scores = read_results(self.path, "accuracy", "examples"), {}
+        lines = read_results(self.path, "accuracy", "examples")
+        scores = {}
         for task in tasks:
             with suppress(UserError):
                 config = self.config | task.identity()

@@ -85,7 +85,8 @@ class ExportConfig:
 
 def card(about: dict[str, Any], folder: Path) -> str:
     """The README of the model exported to `folder`; `about` is the content of its config.json."""
-    config, training = GPTConfig(**about["model"]), about["training"]
+    config = GPTConfig(**about["model"])
+    training = about["training"]
     ranges = [f"layer {layer}: {min(values):.3g} to {max(values):.3g}" for layer, values in about["sigma"].items()]
     files = training["source"]  # [name, bytes] of each
     megabytes = sum(size for _, size in files) / 1e6

@@ -72,9 +72,11 @@ def main(config: PackConfig) -> None:
         write_json(out / shards.PLAN, identity)
         if not config.part:
             _join(out, identity)
-        units, started = plan_units(corpus, job.split_documents), time.perf_counter()
+        units = plan_units(corpus, job.split_documents)
+        started = time.perf_counter()
         # Units of a part follow each other, so that a machine reads few of the files.
-        first, last = (number - 1) * len(units) // count, number * len(units) // count
+        first = (number - 1) * len(units) // count
+        last = number * len(units) // count
         records, speed = pack_units(units[first:last], job, config.workers)
         took = f"{time.perf_counter() - started:.1f} s"
         if speed:  # joining packs nothing

@@ -311,8 +311,10 @@ class Trainer(BaseTrainer):
 
     def describe(self, numbers: dict[str, float]) -> tuple[str, dict[str, Any]]:
         step, (speed, mfu) = self.state["step"], self.throughput()
-        multiplier, eta = self.lr_multiplier(step - 1), self.pace.seconds_for(self.steps - step)
-        memory_mib, memory_of = peak_memory(self.runtime.device), "GPU" if self.runtime.device.type == "cuda" else "RSS"
+        multiplier = self.lr_multiplier(step - 1)
+        eta = self.pace.seconds_for(self.steps - step)
+        memory_mib = peak_memory(self.runtime.device)
+        memory_of = "GPU" if self.runtime.device.type == "cuda" else "RSS"
         parts = [
             f"step {step:05d}/{self.steps:05d} | loss {numbers['smooth_loss']:.4f} | lr x{multiplier:.2f}",
             rate(speed, "tok/s"),

@@ -85,7 +85,8 @@ class PaperTable:
         return Table.of(headings, rows, title=title, notes=notes, words=2)
 
     def _long(self, everything: bool) -> tuple[list[Row], Row]:
-        width, headings = 5 if everything else 4, [self.about, "Measure", PAPER, OURS, DIFFERENCE]
+        width = 5 if everything else 4
+        headings = [self.about, "Measure", PAPER, OURS, DIFFERENCE]
         rows = [[*names, *cell] for names, cell in self.cells.items() if everything or cell[1] not in ("", NOT_RUN)]
         return [row[:width] for row in rows], headings[:width]
 

@@ -157,7 +157,8 @@ def _in_boxes(config_class: type) -> type:
     group_of = {name: g for name, hint in hints.items() for g in getattr(hint, "__metadata__", ()) if type(g) is Group}
     if not group_of:
         return config_class
-    docs, members = _field_docs(config_class), {group: [] for group in (None, *Group)}
+    docs = _field_docs(config_class)
+    members = {group: [] for group in (None, *Group)}
     for one in sorted(fields(config_class), key=lambda one: [*docs].index(one.name)):
         hint = Annotated[hints[one.name], tyro.conf.arg(help=docs[one.name])]
         copy = field(default=one.default, default_factory=one.default_factory)

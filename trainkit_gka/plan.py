@@ -86,7 +86,8 @@ def gigabytes(size: int) -> str:
 
 def hours(trainer: Trainer, amount: int, unit: str, flops: float | None) -> str:
     """The hours for `amount` tokens or images, and the source of that estimate."""
-    peak, devices = peak_flops(trainer.runtime.device), trainer.runtime.world_size
+    peak = peak_flops(trainer.runtime.device)
+    devices = trainer.runtime.world_size
     on = f"{devices} x {describe_hardware(trainer.runtime.device)}"
     alone = f"FLOPs alone, at {UTILISATION:.0%} of the peak of"
     estimates = [(UTILISATION * peak * devices / flops, alone)] if peak and flops else []
@@ -98,7 +99,8 @@ def hours(trainer: Trainer, amount: int, unit: str, flops: float | None) -> str:
 
 def measured(trainer: Trainer, name: str) -> Iterator[tuple[float, str]]:
     """Speeds of this hardware and number of processes with their sources: this run, then finished runs of its size."""
-    config, here = trainer.config, (trainer.runtime.world_size, describe_hardware(trainer.runtime.device))
+    config = trainer.config
+    here = (trainer.runtime.world_size, describe_hardware(trainer.runtime.device))
     *_, start = [{}, *read_events(config.folder / LOG, "start", "world_size", "hardware")]
     *_, last = [{}, *read_events(config.folder / LOG, "train", name)]
     if start and (start["world_size"], start["hardware"]) == here and last.get(name):

@@ -42,7 +42,10 @@ class RunLog:
     """
 
     def __init__(self, config: RunConfig, resume_step: int = 0, enabled: bool = True):
-        self.enabled, self.wandb, self.tensorboard, self.path = enabled, None, None, config.folder / LOG
+        self.enabled = enabled
+        self.wandb = None
+        self.tensorboard = None
+        self.path = config.folder / LOG
         if not enabled:
             return
         # A checkpoint is written after its step's lines; at step 0 everything runs again.
@@ -171,7 +174,9 @@ def _start_wandb(config: RunConfig):
 
     WANDB_RUN_ID, WANDB_PROJECT and WANDB_RESUME have precedence. Raises UserError for "online" without a key.
     """
-    mode, file, variables = config.wandb, config.folder / "wandb_id", os.environ
+    mode = config.wandb
+    file = config.folder / "wandb_id"
+    variables = os.environ
     if reason := extras.missing("wandb", "wandb"):
         raise UserError(f"--wandb {mode}: {reason}, or leave --wandb disabled")
     import wandb

@@ -72,7 +72,8 @@ def git_commit() -> str:
     """
     if not (PROJECT / ".git").exists():  # installed: a repository around it is another project's
         return f"gka {importlib.metadata.version('gka')}, installed"
-    git, options = ["git", "-C", str(PROJECT)], {"text": True, "stderr": subprocess.DEVNULL}
+    git = ["git", "-C", str(PROJECT)]
+    options = {"text": True, "stderr": subprocess.DEVNULL}
     try:
         commit = subprocess.check_output([*git, "rev-parse", "--short", "HEAD"], **options)
         changed = subprocess.check_output([*git, "status", "--porcelain", "--", *CODE], **options)

@@ -43,11 +43,15 @@ def draw_bandwidths(subjects: Sequence[ImageSubject], folder: Path) -> list[Figu
     """
     about = subjects[0].about
     runs = grouped([subject for subject in subjects if about in (subject.about, subject.repeats)], "about")
-    first, title, several = runs[0][0], "Learned bandwidths", len(runs) > 1
+    first = runs[0][0]
+    title = "Learned bandwidths"
+    several = len(runs) > 1
     every = np.stack([numbers_of(run, ranked=several) for run in runs])
     (sigma, relative, effective), low, high = every.mean(0), every.min(0), every.max(0)
     spread = [(low[i], high[i]) if several else None for i in (0, 2)]
-    name, count, depth = "rank" if several else "head", first.tokens.count, len(first.layers)
+    name = "rank" if several else "head"
+    count = first.tokens.count
+    depth = len(first.layers)
     starts = list(dict.fromkeys(layer.initial_sigma for layer in first.layers if layer.sigma is not None))
     seeds = (
         f" The cells and lines are means over these {len(runs)} runs, which differ in their seeds, and the bands reach "
@@ -88,7 +92,8 @@ def draw_bandwidths(subjects: Sequence[ImageSubject], folder: Path) -> list[Figu
 def draw_distances(subjects: Sequence[ImageSubject], folder: Path) -> list[Figure]:
     """Draw the mean attended distance in pixels over depth, a line for every head, a panel for every model."""
     models = grouped([subject for subject in subjects if not subject.repeats], "about")
-    first, images = models[0][0], ", ".join(subject.image for subject in models[0])
+    first = models[0][0]
+    images = ", ".join(subject.image for subject in models[0])
     uniform = [float(subject.tokens.distances().mean()) for subject, *_ in models]
     text = (
         f"{'; '.join(subject.about for subject, *_ in models)}. Mean distance between a patch and the patches it "
@@ -96,7 +101,8 @@ def draw_distances(subjects: Sequence[ImageSubject], folder: Path) -> list[Figur
         f"{' × '.join(map(str, first.pixels.shape[:2]))}; mean over patches and over {images}. Dashed: uniform "
         f"attention, {uniform[0]:.1f}. Dotted: one patch, {first.tokens.patch[1]}."
     )
-    title, width = "Mean attended distance", 7 if len(models) == 1 else 4
+    title = "Mean attended distance"
+    width = 7 if len(models) == 1 else 4
     figure, axes = sheet(1, len(models), (width, 3.2), title, text, (0.8, 1.5, 0.75, 0.6), (0.5, 0.06))
     rows, top = [], 0.0
     for axis, of_model, expected in zip(axes[0], models, uniform):

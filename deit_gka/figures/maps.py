@@ -67,7 +67,8 @@ def attention_maps(model: nn.Module, images: torch.Tensor) -> list[LayerMaps]:
 
 def _layers_of(model: nn.Module) -> list[nn.Module]:
     """The attention layers of a ViT in order. Raises UserError if W of one of them is not known here."""
-    unknown, layers = f"the attention of {type(model).__name__} is not known here", []
+    unknown = f"the attention of {type(model).__name__} is not known here"
+    layers = []
     for number, block in enumerate(getattr(model, "blocks", []), start=1):
         layers.append(getattr(block, "attn", None))
         if not isinstance(getattr(layers[-1], "attn_drop", None), nn.Module) or not hasattr(layers[-1], "num_heads"):
@@ -80,7 +81,8 @@ def _layers_of(model: nn.Module) -> list[nn.Module]:
 
 def _maps(number: int, attention: nn.Module, args: tuple, kwargs: dict[str, Any], output: torch.Tensor) -> LayerMaps:
     """The maps of layer `number`, from 1, from its arguments and output."""
-    layer, x = f"layer {number} ({type(attention).__name__})", args[0]
+    layer = f"layer {number} ({type(attention).__name__})"
+    x = args[0]
     try:
         weights, again = _weights_and_output(attention, args, kwargs, output.device)
     except RuntimeError as error:

@@ -43,12 +43,14 @@ def draw_matrices(subjects: Sequence[ImageSubject], folder: Path, tokens: int = 
     """
     count, (chosen, prefix) = subjects[0].tokens.count, _chosen(subjects[0], tokens)
     before = f" The tokens before the patches ({prefix}) are drawn broad, apart from them." if prefix else ""
-    title, text = "Attention matrices W without their diagonal", (
+    title = "Attention matrices W without their diagonal"
+    text = (
         f"W of every head, {len(chosen)} × {len(chosen)} of {count} × {count}: queries down, keys across.{before} The "
         "diagonal is grey; below a matrix: its mass (the mean weight that a token gives itself) and the largest weight "
         f"off it. The colours of a matrix run over its own range off the diagonal, up to the {SATURATED:.1%} quantile."
-    )  # fmt: skip
-    draw, layout = partial(_draw_block, tokens), dict(inches=1.45, square=True)
+    )
+    draw = partial(_draw_block, tokens)
+    layout = dict(inches=1.45, square=True)
     return draw_sheets(subjects, folder, "matrices", title, text, draw, heads, **layout)
 
 
@@ -66,7 +68,8 @@ def _draw_block(tokens: int, axes, subject: ImageSubject) -> list[dict]:
     for place, column, layer in columns(axes, subject):
         masses = diagonal_mass(layer.weights).tolist()
         for head, (axis, weights, mass) in enumerate(zip(column, layer.weights, masses), start=1):
-            some, most = weights[chosen][:, chosen], float(off_diagonal(weights).max())
+            some = weights[chosen][:, chosen]
+            most = float(off_diagonal(weights).max())
             off = off_diagonal(some)
             picture = matrix_picture(some, linear(off[off <= float(np.quantile(off.numpy(), SATURATED))]), prefix)
             axis.imshow(picture, interpolation="none")
@@ -78,12 +81,13 @@ def _draw_block(tokens: int, axes, subject: ImageSubject) -> list[dict]:
 def draw_evolution(subjects: Sequence[ImageSubject], folder: Path) -> list[Figure]:
     """Draw a sheet for every image: layers across; down, W and its CLS row; the image once; by model."""
     layout = dict(inches=1.45, margins=(0.55, 0.8, 0.75, 0.1), gaps=(0.08, 0.42), square=True, image=1)
-    title, text = "Kernel evolution over depth", (
+    title = "Kernel evolution over depth"
+    text = (
         "The mean over heads of W (above; its diagonal grey, its mass and the effective tokens, exp(entropy), below "
         f"it), and its {subjects[0].tokens.reader} over the patches. One scale for a row of pictures: logarithmic for "
         "W, linear from 0 below. σ: the mean over heads, where a layer has it. The paper turns this sheet by 90 "
         "degrees: a row for every layer."
-    )  # fmt: skip
+    )
     return draw_sheets(subjects, folder, "evolution", title, text, _draw_means, _labels, **layout)
 
 
@@ -103,7 +107,8 @@ def _draw_means(axes, subject: ImageSubject) -> list[dict]:
         above.imshow(matrix_picture(mean, scales[0], tokens.prefix), interpolation="none")
         below.imshow(coloured(patches, scales[1]), interpolation="none")
         sigma = None if layer.sigma is None else float(layer.sigma.mean())
-        mass, effective = float(diagonal_mass(mean)), float(effective_tokens(layer.weights).mean())
+        mass = float(diagonal_mass(mean))
+        effective = float(effective_tokens(layer.weights).mean())
         words = "" if sigma is None else f"\nσ {sigma:.2f}"
         above.set_xlabel(f"diagonal {mass:.3f}{words}, eff. {effective:.0f}", labelpad=2)
         rows.append({**place, "sigma": sigma, "diagonal mass": mass, "effective tokens": effective})

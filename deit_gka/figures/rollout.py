@@ -75,7 +75,8 @@ def draw_rollout(subjects: Sequence[ImageSubject], folder: Path) -> list[Figure]
         f"them. Where a ratio leaves less than {LEAST_SHARE:.0%} on patches, the largest one that leaves more is drawn "
         "and named."
     )
-    size, margins = cell_size(subjects[0], 2.3), (0.3, 0.75, 0.9, 0.32)
+    size = cell_size(subjects[0], 2.3)
+    margins = (0.3, 0.75, 0.9, 0.32)
     figure, axes = sheet(len(subjects), 1 + len(DISCARD_RATIOS), size, heading, text, margins, (0.06, 0.75))
     bare(axes)
     for axis, ratio in zip(axes[0, 1:], DISCARD_RATIOS):
@@ -104,8 +105,10 @@ def draw_rollout(subjects: Sequence[ImageSubject], folder: Path) -> list[Figure]
 
 def orders(subject: ImageSubject) -> dict[str, torch.Tensor]:
     """Orders of the patches, (K, R * C), by the name of the order; K is 1, or RANDOM_ORDERS for random ones."""
-    tokens, layers = subject.tokens, [layer.weights for layer in subject.layers]
-    generator, count = torch.Generator().manual_seed(0), tokens.count - tokens.prefix
+    tokens = subject.tokens
+    layers = [layer.weights for layer in subject.layers]
+    generator = torch.Generator().manual_seed(0)
+    count = tokens.count - tokens.prefix
     ranked = {
         name: tokens.read(weights)[None, tokens.prefix :].argsort(descending=True, stable=True)
         for name, weights in (("rollout", rollout(layers, tokens)), ("CLS", layers[-1].mean(0)))
@@ -118,7 +121,8 @@ def without(subject: ImageSubject, order: torch.Tensor, counts: Sequence[int]) -
 
     A deleted patch has the mean colour of the image.
     """
-    tokens, pixels = subject.tokens, torch.as_tensor(subject.pixels)
+    tokens = subject.tokens
+    pixels = torch.as_tensor(subject.pixels)
     rank = order.argsort().view(tokens.grid)
     for axis, side in enumerate(tokens.patch):
         rank = rank.repeat_interleave(side, dim=axis)
@@ -152,9 +156,11 @@ def draw_deletion(subjects: Sequence[ImageSubject], folder: Path) -> list[Figure
         "range is shaded). Drawn is the probability of the class that the model gives the whole image, which is "
         "named. Beside a line: the area under it, which is small where an order names first what the model needs."
     )
-    title, across = "Deletion: does the model need the patches that it attends to?", min(len(images), 3)
+    title = "Deletion: does the model need the patches that it attends to?"
+    across = min(len(images), 3)
     legend = 1.3 + (0.07 * max(map(len, names.values())) if len(names) > 1 else 0)
-    margins, gaps = (0.95, legend, 0.75, 0.6), (legend + 0.75, 0.85)
+    margins = (0.95, legend, 0.75, 0.6)
+    gaps = (legend + 0.75, 0.85)
     figure, axes = sheet(-(-len(images) // across), across, (3.6, 2.6), title, text, margins, gaps)
     for axis in axes.flat[len(images) :]:
         axis.set_visible(False)

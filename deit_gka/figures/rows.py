@@ -32,7 +32,8 @@ def draw_cls_attention(
     mean, std = torch.tensor(IMAGENET_DEFAULT_MEAN), torch.tensor(IMAGENET_DEFAULT_STD)
     maps = {}
     for label, model in models.items():
-        tokens, weights = Tokens.of(model), attention_maps(model, images)[layer].weights
+        tokens = Tokens.of(model)
+        weights = attention_maps(model, images)[layer].weights
         maps[label] = tokens.patches(tokens.read(weights)).mean(1)
     norm = from_zero(torch.cat([*maps.values()]))
     pictures = {"image": (images.movedim(1, -1) * std + mean).clamp(0, 1)}
@@ -56,7 +57,8 @@ def draw_cls_attention(
 
 def draw_cls_maps(subjects: Sequence[ImageSubject], folder: Path) -> list[Figure]:
     """Draw a contact sheet for every image: layers across, heads down, one scale for a layer; models one by one."""
-    tokens, layout = subjects[0].tokens, dict(margins=(0.5, 0.3, 0.75, 0.52), gaps=(0.1, 0.22), image=0)
+    tokens = subjects[0].tokens
+    layout = dict(margins=(0.5, 0.3, 0.75, 0.52), gaps=(0.1, 0.22), image=0)
     text = (
         f"{tokens.reader[0].upper()}{tokens.reader[1:]} of W over the patches, of every head, on one scale for a "
         "layer (the bar below it), bicubic. Below a map: the weight that "
@@ -137,7 +139,8 @@ def draw_patch_to_patch_heads(subjects: Sequence[ImageSubject], folder: Path) ->
             "the patches that the patch attends to, in pixels, and the weight of itself."
         )
         title = f"What the patch in {place_name(*query)} looks at, head by head"
-        family, draw = f"patch_to_patch_heads-{number + 1}", partial(_draw_heads, number)
+        family = f"patch_to_patch_heads-{number + 1}"
+        draw = partial(_draw_heads, number)
         figures += draw_sheets(subjects, folder, family, title, text, draw, heads, **layout)
     return figures
 
@@ -153,7 +156,9 @@ def _draw_heads(number: int, axes, subject: ImageSubject) -> list[dict]:
             apart[(index, *each)] = False
         norm = logarithmic(maps[..., apart])
         for head, (axis, patches) in enumerate(zip(column, maps[:, number])):
-            picture, itself, pixels = coloured(patches, norm), float(patches[query]), float(distances[head, number])
+            picture = coloured(patches, norm)
+            itself = float(patches[query])
+            pixels = float(distances[head, number])
             picture[query] = [round(255 * part) for part in GREY]
             axis.imshow(picture, interpolation="none")
             frame(axis, query)

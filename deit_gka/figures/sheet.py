@@ -66,10 +66,13 @@ def draw_sheets(
     """
     figures, lead, (left, right, top, bottom) = [], int(image is not None), margins
     for models in by_image(subjects):
-        rows, heading = [len(labels(subject)) for subject in models], HEADING if len(models) > 1 else 0
-        across, step = max(lead + len(subject.layers) for subject in models), bottom + LAYERS + heading - gaps[1]
+        rows = [len(labels(subject)) for subject in models]
+        heading = HEADING if len(models) > 1 else 0
+        across = max(lead + len(subject.layers) for subject in models)
+        step = bottom + LAYERS + heading - gaps[1]
         around = (left, right, top + heading, bottom + (len(models) - 1) * step)
-        cell, text = (inches, inches) if square else cell_size(models[0], inches), caption(models, sentences)
+        cell = (inches, inches) if square else cell_size(models[0], inches)
+        text = caption(models, sentences)
         figure, axes = sheet(sum(rows), across, cell, title, text, around, gaps)
         bare(axes, fontsize=7)
         table = []

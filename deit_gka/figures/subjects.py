@@ -74,8 +74,10 @@ def of_run(path: Path, weights: str = "ema", best: bool = False, image_size: Seq
     path: the run's folder or one checkpoint folder in it. weights: ema, which falls back to the raw ones in a run
     without an average, or model. best: the checkpoint with the best accuracy instead of the newest. Raises UserError.
     """
-    checkpoint, folder = checkpoints.find_checkpoint(path, best), path.resolve()
-    available, state = checkpoints.weights_in(checkpoint), checkpoint.state
+    checkpoint = checkpoints.find_checkpoint(path, best)
+    folder = path.resolve()
+    available = checkpoints.weights_in(checkpoint)
+    state = checkpoint.state
     weights = weights if weights in available else available[0]
     name = folder.parents[1].name if (folder / "manifest.json").exists() else folder.name
     trained = f"{'EMA' if weights == 'ema' else 'raw'} weights after {state['epoch']:g} epochs"
@@ -105,7 +107,8 @@ def of_timm(
         checkpoints.load_file(checkpoint, model)
     source = checkpoint.name if checkpoint else "timm" if pretrained else "random"
     words = "random initialisation (seed 0)" if source == "random" else f"weights: {source}"
-    label, subset = " ".join([name, *kwargs]), infer_imagenet_subset(model)
+    label = " ".join([name, *kwargs])
+    subset = infer_imagenet_subset(model)
     folder = re.sub(r"[^\w.=-]+", "_", f"{label} {Path(source).stem}")
     settings = checkpoints.eval_settings(resolve_input_data_config(model))
     classes = ImageNetInfo(subset).label_descriptions() if subset else []
@@ -117,7 +120,8 @@ def _at_size(drawn: DrawnModel, image_size: Sequence[int]) -> DrawnModel:
     if not isinstance(drawn.model, VisionTransformer):
         raise UserError(f"{drawn.about} is not a vision transformer of timm's: it has no W to draw")
     if image_size:
-        size, patch = (tuple(image_size) * 2)[:2], drawn.model.patch_embed.patch_size
+        size = (tuple(image_size) * 2)[:2]
+        patch = drawn.model.patch_embed.patch_size
         if size[0] % patch[0] or size[1] % patch[1]:
             raise UserError(f"--image-size must be multiples of the patch, {patch[0]} × {patch[1]}")
         if size[0] // patch[0] * (size[1] // patch[1]) > MOST_PATCHES:
@@ -207,7 +211,8 @@ def subjects_of(drawn: DrawnModel, images: dict[str, Image.Image], repeats: str 
     batch = torch.stack([transform(image) for image in images.values()])
     mean, std = (torch.tensor(drawn.settings[name]) for name in ("mean", "std"))
     pixels = np.asarray((batch.movedim(1, -1) * std + mean).clamp(0, 1))
-    maps, tokens = attention_maps(model, batch), Tokens.of(model)
+    maps = attention_maps(model, batch)
+    tokens = Tokens.of(model)
 
     @torch.inference_mode()
     def probabilities(images: torch.Tensor) -> torch.Tensor:

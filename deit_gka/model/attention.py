@@ -129,7 +129,8 @@ class VLT(TimmAttention):
         super().__init__()
         if num_heads < 1 or dim % num_heads:
             raise ValueError(f"num_heads must divide dim, got dim={dim} and num_heads={num_heads}")
-        placed, self.num_heads = {name: shared.pop(name, None) for name in ("device", "dtype")}, num_heads
+        placed = {name: shared.pop(name, None) for name in ("device", "dtype")}
+        self.num_heads = num_heads
         self.qk = nn.Linear(dim, 2 * dim, bias=qkv_bias, **placed)
         self.value_bias = nn.Parameter(torch.zeros(dim, **placed)) if qkv_bias and value_bias else None
         self._init_shared(**shared)

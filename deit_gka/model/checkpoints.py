@@ -95,7 +95,8 @@ def build(
     pattern = kwargs.get("attn_layer")
     if is_pattern(pattern) and not any(isinstance(module, tuple(ATTENTION.values())) for module in model.modules()):
         raise UserError(f"{name} has an attention of its own, which {pattern} does not change")
-    size, patch = input_size or kwargs.get("img_size"), getattr(getattr(model, "patch_embed", None), "patch_size", None)
+    size = input_size or kwargs.get("img_size")
+    patch = getattr(getattr(model, "patch_embed", None), "patch_size", None)
     sides = size if isinstance(size, list) else [size, size]
     if size and isinstance(patch, tuple) and any(side % part for side, part in zip(sides, patch)):
         # Patches would not cover the image, whose last pixels the model would silently ignore.

@@ -105,14 +105,16 @@ class PlainSoftmax(PlainAttention):
     """
 
     def __init__(self, block: Block):
-        attn, scale = block.attn, (block.attn.proj.in_features // block.attn.num_heads) ** -0.5
+        attn = block.attn
+        scale = (block.attn.proj.in_features // block.attn.num_heads) ** -0.5
         if isinstance(attn, VLT):
             (query, key), (query_bias, _) = parts(attn.qk, 2)
             value_bias = query.new_zeros(len(query)) if attn.value_bias is None else attn.value_bias.double()
         else:
             (query, key, value), (query_bias, _, value_bias) = parts(attn.qkv, 3)
         super().__init__(attn, linear(attn.proj.weight, moved(attn.proj, value_bias)))
-        self.q, self.k = ByToken(linear(query * scale, query_bias * scale)), ByToken(linear(key, None))
+        self.q = ByToken(linear(query * scale, query_bias * scale))
+        self.k = ByToken(linear(key, None))
         self.v = nn.Identity() if isinstance(attn, VLT) else ByToken(linear(value, None))
 
     def project(self, x):

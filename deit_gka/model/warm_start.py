@@ -141,7 +141,9 @@ def warm_start(
     head takes the rows of the shared ones, and the others keep their start. Raises UserError if less than half of the
     parameters outside the head fit, or if values are not finite.
     """
-    state, heads, done = model.state_dict(), _heads(model), WarmStart()
+    state = model.state_dict()
+    heads = _heads(model)
+    done = WarmStart()
     weights = _with_queries_and_keys(weights, state)
     numbers = {} if list(theirs) == list(ours) else {name: number for number, name in enumerate(theirs)}
     rows = {number: numbers[name] for number, name in enumerate(ours) if name in numbers}

@@ -64,7 +64,9 @@ def accumulate_gradients(
     If `model` is a DistributedDataParallel, the last backward averages over processes. next_batch: called with a
     piece's number of images. scale: of the loss, for float16. Stochastic depth is seeded by update, piece and process.
     """
-    recipe, device, total = mixer.recipe, runtime.device, torch.zeros((), device=runtime.device)
+    recipe = mixer.recipe
+    device = runtime.device
+    total = torch.zeros((), device=runtime.device)
     generator = torch.cuda.default_generators[device.index] if device.type == "cuda" else torch.default_generator
     for number, piece in enumerate(pieces):
         batch = next_batch(len(piece.places))

@@ -96,12 +96,14 @@ class Task:
         def encode(text: str) -> list[int]:
             return [tokenizer.bos_id, *tokenizer.encode(text)]
 
-        example, rest = examples[index], [*examples[:index], *examples[index + 1 :]]
+        example = examples[index]
+        rest = [*examples[:index], *examples[index + 1 :]]
         shots = random.Random(SHOT_SEED + index).sample(rest, self.shots)
         before = "".join(self._text(shot, shot.get("gold")) + "\n\n" for shot in shots)
         if self.kind == LANGUAGE:
             without = encode((before + self._text({**example, "continuation": ""}, None)).strip())
-            prompts, starts = [encode(before + self._text(example, None))], [len(without)]
+            prompts = [encode(before + self._text(example, None))]
+            starts = [len(without)]
             if prompts[0][: len(without)] != without or len(prompts[0]) == len(without):
                 merged = f"it merges {example['continuation']!r} into its context"
                 raise UserError(f"{self.file}: {self.label} cannot be asked with this tokenizer: {merged}")

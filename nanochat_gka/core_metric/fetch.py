@@ -144,7 +144,8 @@ def _check_safe(members: list[zipfile.ZipInfo], packed_bytes: int) -> None:
             raise zipfile.BadZipFile(f"{member.filename} leads out of its folder")
         if stat.S_ISLNK(member.external_attr >> 16):
             raise zipfile.BadZipFile(f"{member.filename} is a link")
-    size, most = sum(member.file_size for member in members), min(MAX_BYTES, max(MAX_RATIO * packed_bytes, 2**20))
+    size = sum(member.file_size for member in members)
+    most = min(MAX_BYTES, max(MAX_RATIO * packed_bytes, 2**20))
     if len(members) > MAX_FILES or size > most:
         limits = f"at most {MAX_FILES:,} files of {most:,} bytes, {MAX_RATIO} times those of the zip file"
         raise zipfile.BadZipFile(f"it has {len(members):,} files of {size:,} bytes, and a bundle has {limits}")

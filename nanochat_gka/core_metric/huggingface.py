@@ -74,8 +74,10 @@ def load_hugging_face(path: str, device: torch.device) -> Loaded:
         kind = PassingFault if isinstance(error.__cause__, LocalEntryNotFoundError) else UserError
         raise kind(f"--hf-path {path}: {refused} ({reason})") from None
     model.config.use_cache = False
-    causal, vocabulary = Causal(model, device), tokenizer.get_vocab()
-    largest, embeddings = max(vocabulary.values()), causal.config.vocab_size
+    causal = Causal(model, device)
+    vocabulary = tokenizer.get_vocab()
+    largest = max(vocabulary.values())
+    embeddings = causal.config.vocab_size
     if largest >= embeddings:
         problem = f"the tokenizer has ids up to {largest}, the model has {embeddings} embeddings"
         raise UserError(f"--hf-path {path}: {problem}")
@@ -85,7 +87,8 @@ def load_hugging_face(path: str, device: torch.device) -> Loaded:
         raise UserError(f"the tokenizer of {path} has {missing}, so no document can begin")
     encode = functools.partial(tokenizer.encode, add_special_tokens=False, verbose=False)
     name = Path(path).resolve().name if Path(path).is_dir() else path.replace("/", "-")
-    encoder, digest = SimpleNamespace(bos_id=beginnings[0], encode=encode), _digest(model, vocabulary)
+    encoder = SimpleNamespace(bos_id=beginnings[0], encode=encode)
+    digest = _digest(model, vocabulary)
     return Loaded(causal, encoder, name, step=None, sha256=digest, training={})
 
 

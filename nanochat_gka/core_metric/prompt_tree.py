@@ -31,7 +31,8 @@ class PromptTree(Context):
 
         ids, positions, self.nodes = _grow(prompts)
         self.ids, self.positions, self.longest = tensor(ids)[None], tensor(positions)[None], max(map(len, prompts))
-        columns, lengths = np.arange(self.longest), np.array([len(nodes) for nodes in self.nodes])[:, None]
+        columns = np.arange(self.longest)
+        lengths = np.array([len(nodes) for nodes in self.nodes])[:, None]
         inside = columns < lengths
         # To the right of a prompt any token will do: nothing in the prompt looks there.
         copies = np.zeros(inside.shape, dtype=np.int64)
@@ -40,7 +41,8 @@ class PromptTree(Context):
         shared = min(_shared(self.nodes[first : first + size]) for first, size in zip(firsts, groups))
         self.shared = min(shared, self.longest - 1)  # so that something follows
         # Where each token is among the outputs of the groups' beginnings, followed by those of the prompts' ends.
-        beginnings, is_end = copies[firsts, : self.shared], inside[:, self.shared :]
+        beginnings = copies[firsts, : self.shared]
+        is_end = inside[:, self.shared :]
         output_of_node = np.empty(len(ids), dtype=np.int64)
         output_of_node[copies[:, self.shared :][is_end]] = beginnings.size + np.flatnonzero(is_end)
         output_of_node[beginnings.ravel()] = np.arange(beginnings.size)
@@ -75,7 +77,10 @@ class PromptTree(Context):
 
 def _grow(prompts: Sequence[Sequence[int]]) -> tuple[np.ndarray, np.ndarray, list[np.ndarray]]:
     """The tree's tokens and their positions, (N,) each, and for every prompt the places of its tokens."""
-    nodes, ids, positions, count = [np.empty(0)] * len(prompts), [], [], 0
+    nodes = [np.empty(0)] * len(prompts)
+    ids = []
+    positions = []
+    count = 0
     tokens_before = nodes_before = np.empty(0, dtype=np.int64)
     for row in sorted(range(len(prompts)), key=lambda row: prompts[row]):
         tokens = np.asarray(prompts[row], dtype=np.int64)
@@ -83,7 +88,9 @@ def _grow(prompts: Sequence[Sequence[int]]) -> tuple[np.ndarray, np.ndarray, lis
         ids.append(tokens[common:])
         positions.append(np.arange(common, len(tokens)))
         nodes[row] = np.concatenate([nodes_before[:common], np.arange(count, count + len(tokens) - common)])
-        count, tokens_before, nodes_before = count + len(tokens) - common, tokens, nodes[row]
+        count = count + len(tokens) - common
+        tokens_before = tokens
+        nodes_before = nodes[row]
     return np.concatenate(ids), np.concatenate(positions), nodes
 
 

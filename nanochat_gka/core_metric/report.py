@@ -103,7 +103,8 @@ def show(scores: Sequence[Score], title: str) -> None:
     for score in scores:
         table.add_row(escape(score.label), f"{score.examples:,}", f"{score.accuracy:.4f}", *_cells([score], gpt2))
     table.add_section()
-    means, six = {aggregate(scores)[0]: scores}, [score for score in scores if score.label in PAPER_TASKS]
+    means = {aggregate(scores)[0]: scores}
+    six = [score for score in scores if score.label in PAPER_TASKS]
     if len(six) == len(PAPER_TASKS) < len(scores):
         means["mean of the paper's six"] = six
     for name, group in means.items():

@@ -46,7 +46,8 @@ def batches(questions: Sequence[Question], batch_tokens: int) -> Iterator[list[i
     batch: list[int] = []
     prompts = longest = 0
     for place in sorted(range(len(questions)), key=order):
-        count, length = len(questions[place].prompts), questions[place].longest
+        count = len(questions[place].prompts)
+        length = questions[place].longest
         if batch and (prompts + count) * max(longest, length) > batch_tokens:
             yield batch
             batch, prompts, longest = [], 0, 0
@@ -79,7 +80,8 @@ def judge(model: GPT, questions: Sequence[Question]) -> list[int | None]:
         nats.index_add_(0, rows[part], F.cross_entropy(logits, targets[part], reduction="none").double())
         if questions[0].greedy:  # as are all of a task
             hits.index_add_(0, rows[part], (logits.argmax(dim=-1) == targets[part]).long())
-    answers, spans = [], zip(nats.tolist(), hits.tolist(), sizes)
+    answers = []
+    spans = zip(nats.tolist(), hits.tolist(), sizes)
     for question in questions:
         losses, right, lengths = zip(*islice(spans, len(question.prompts)))
         if not all(map(math.isfinite, losses)):
@@ -139,7 +141,8 @@ class TaskScorer:
             task.question(examples, int(unusable[0]), self.tokenizer, self.max_seq_len)
             reason = "its weights are damaged, or its training diverged"
             raise UserError(f"{task.label}: the model's losses are not numbers, so it has no score; {reason}")
-        seconds, accuracy = time.perf_counter() - started, right.mean().item()
+        seconds = time.perf_counter() - started
+        accuracy = right.mean().item()
         score = {"accuracy": accuracy, "centered": centered(accuracy, task.baseline), "baseline": task.baseline}
         return {**score, "examples": len(right), "seconds": seconds, "examples_per_second": len(right) / seconds}
 
@@ -191,7 +194,8 @@ class CoreMetric:
                 self.runtime.print(f"warning: {error}; the mean of step {step} leaves it out")
                 continue
             log.log("core_task", step, chart=False, asked=identity, **metrics)
-        scores, seconds = self._scores(log, step), time.perf_counter() - started
+        scores = self._scores(log, step)
+        seconds = time.perf_counter() - started
         name, value, error = aggregate([*scores.values()]) if scores else ("no task", None, None)
         mean = f"{name} {value:.4f} ± {error:.4f} | {seconds:.0f} s" if scores else "no task of CORE could be scored"
         by_task = {label: score.centered for label, score in scores.items()}

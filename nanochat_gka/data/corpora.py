@@ -51,7 +51,9 @@ class ParquetCorpus:
         if len(names) < 2:
             rule = f"needs at least two .parquet files (the last by name is the validation split), found {len(names)}"
             raise UserError(f"{folder} {rule}; other files of text become such a folder by: {command}")
-        self.folder, self.names, self.splits = folder, names, deal(names)
+        self.folder = folder
+        self.names = names
+        self.splits = deal(names)
         last = self.splits["val"][-1]
         if _split_in_name(last) == "train":
             rule = f"{last} is the last file and would be held out, but its name says train"

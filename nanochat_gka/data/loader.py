@@ -96,7 +96,8 @@ class PackedData:
 
     def _choose(self, split: str, tokens: int, choice: str) -> tuple["Rows", str]:
         """The rows of `eval_rows`, and what `name_rows` calls those of this split."""
-        rows, name = self._rows[split], TRAIN_FIRST if split == "train" else split
+        rows = self._rows[split]
+        name = TRAIN_FIRST if split == "train" else split
         count = len(rows) if tokens < 0 else max(1, min(len(rows), tokens // self.sequence_len))
         if choice == "spaced" or splits_documents(self.manifest):
             return rows.some([number * len(rows) // count for number in range(count)]), "spaced"

@@ -85,7 +85,8 @@ class TextSource:
         before = read_json(self.out / RECORD, "note of the corpus's files") if is_written else {}
         record: dict[str, Any] = {"rules": RULES, "column": self.column, "files": {}}
         for name, path in self.files.items():
-            state, known = [path.stat().st_size, path.stat().st_mtime_ns], before.get("files", {}).get(name, [])
+            state = [path.stat().st_size, path.stat().st_mtime_ns]
+            known = before.get("files", {}).get(name, [])
             record["files"][name] = known if known[:2] == state else [*state, sha256(path)]
         if is_written:
             changes = corpora.describe_changes(_contents(before), _contents(record))
@@ -169,7 +170,8 @@ def _named_splits(root: Path, names: list[str]) -> dict[str, list[str]] | None:
     paths = {name: PurePosixPath(name.lower()) for name in names}
     paths = {name: path for name, path in paths.items() if path.name not in ("readme.md", "readme.txt")}
     split_of = {name: _split_in_name(path) for name, path in paths.items()}
-    splits, unnamed = corpora.splits_of(split_of), [name for name, split in split_of.items() if split is None]
+    splits = corpora.splits_of(split_of)
+    unnamed = [name for name, split in split_of.items() if split is None]
     if splits and unnamed:
         print(f"{root}: names do not decide what is held out, for some are in no split: {corpora.first_names(unnamed)}")
     return None if unnamed else splits

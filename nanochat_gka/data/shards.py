@@ -52,7 +52,8 @@ def check_plan(folder: Path, identity: dict[str, Any]) -> None:
     plan = read_plan(folder)
     if plan is None:
         return
-    changes, was_split = file_changes(plan, identity), splits_documents(plan)
+    changes = file_changes(plan, identity)
+    was_split = splits_documents(plan)
     names = {
         "tokenizer_sha256": "another tokenizer",
         "sequence_len": f"sequence length {plan.get('sequence_len')}",
@@ -93,9 +94,11 @@ def describe(manifest: dict[str, Any]) -> tuple[str, float]:
     shards = [shard for shard in manifest["shards"] if shard["split"] in SPLITS]
     rows = {split: sum(shard["rows"] for shard in shards if shard["split"] == split) for split in SPLITS}
     documents, tokens = (sum(shard[key] for shard in shards) for key in ("documents", "tokens"))
-    packed, to_pack = sum(rows.values()) * (manifest["sequence_len"] + 1), tokens
+    packed = sum(rows.values()) * (manifest["sequence_len"] + 1)
+    to_pack = tokens
     if splits_documents(manifest):
-        packed, to_pack = packed - sum(shard["pieces"] for shard in shards), tokens - documents
+        packed = packed - sum(shard["pieces"] for shard in shards)
+        to_pack = tokens - documents
     cropped = 1 - packed / max(1, to_pack)
     counts = f"{rows['train']:,} training and {rows['val']:,} validation rows of {manifest['sequence_len']} tokens"
     return f"{counts} from {documents:,} documents, {cropped:.0%} of {tokens:,} tokens cropped", cropped

@@ -33,7 +33,9 @@ class Tokenizer:
     """A trained vocabulary. Special tokens follow the merges; `bos_id` opens every document."""
 
     def __init__(self, ranks: dict[bytes, int], pattern: str = SPLIT_PATTERN, special_tokens=SPECIAL_TOKENS):
-        self.ranks, self.pattern, self.tokens = ranks, pattern, sorted(ranks, key=ranks.__getitem__)
+        self.ranks = ranks
+        self.pattern = pattern
+        self.tokens = sorted(ranks, key=ranks.__getitem__)
         self.special = {token: len(ranks) + i for i, token in enumerate(special_tokens)}
         self.encoding = tiktoken.Encoding("gka", pat_str=pattern, mergeable_ranks=ranks, special_tokens=self.special)
         self.bos_id = self.special[SPECIAL_TOKENS[0]]

@@ -151,7 +151,11 @@ def pack_units(units: list[Unit], job: PackJob, workers: int) -> tuple[list[dict
     UserError if a process is killed.
     """
     processes = max(1, min(workers or cores(), len(units)))
-    records, size, seconds, reused, started = {}, 0, 0.0, 0, time.perf_counter()
+    records = {}
+    size = 0
+    seconds = 0.0
+    reused = 0
+    started = time.perf_counter()
     with (
         ProcessPoolExecutor(processes, context("nanochat_gka"), _start_worker, (job,)) as pool,
         progress_bar() as bar,

@@ -89,7 +89,8 @@ def _growth(group: Sequence[TextSubject]) -> str:
     layers = group[0].layers_with("sigma")
     squares = np.stack([_over_training(group, layer) for layer in layers]) ** 2  # (L, runs, E, H)
     start = group[0].layers[layers[0]].initial_sigma ** 2
-    ends, runs = squares[:, :, -1] / start, " and ".join(subject.about for subject in group)
+    ends = squares[:, :, -1] / start
+    runs = " and ".join(subject.about for subject in group)
     words = f"{runs}: σ² ended at {ends.min():.2f} to {ends.max():.2f} times its start, {start:.3g}"
     if squares.shape[2] > 1:
         change = squares[:, :, -1] / squares[:, :, -2] - 1
@@ -132,12 +133,15 @@ def draw_distances(subjects: Sequence[TextSubject], folder: Path) -> list[Figure
         "distance d have the affinity exp(−d² / 2σ²): 0.61 where σ = d, 0.14 where it is half of d, 0.88 where it is "
         "twice d. σ alone cannot be compared across layers.",
     )
-    depth, heads = max(len(s.layers) for s in subjects), max(s.num_heads for s in subjects)
-    cell, title = (max(3.0, 0.42 * depth), max(2.2, 0.24 * heads)), "Bandwidths against distances"
+    depth = max(len(s.layers) for s in subjects)
+    heads = max(s.num_heads for s in subjects)
+    cell = (max(3.0, 0.42 * depth), max(2.2, 0.24 * heads))
+    title = "Bandwidths against distances"
     figure, axes = sheet(2, len(subjects), cell, title, words, (0.7, 1.0, 0.85, 0.55), (1.6, 0.85))
     measured = {subject: medians_and_sigmas(subject) for subject in subjects}
     ratios = np.concatenate([(sigmas / medians).ravel() for medians, sigmas in measured.values()])
-    norm, of_layer = Normalize(np.nanmin(ratios), np.nanmax(ratios)), Normalize(1, depth)
+    norm = Normalize(np.nanmin(ratios), np.nanmax(ratios))
+    of_layer = Normalize(1, depth)
     end = 1.08 * max(np.nanmax(values) for pair in measured.values() for values in pair)
     for (table, chart), (subject, (medians, sigmas)) in zip(axes.T, measured.items()):
         heat_map(figure, table, sigmas / medians, "σ / median distance", norm, names=subject.head_names())
@@ -206,10 +210,8 @@ def draw_channels(subjects: Sequence[TextSubject], folder: Path) -> list[Figure]
             "mean of slow frequencies": float(np.exp(slow.mean())),
         }
 
-    title, models = (
-        "Bandwidths of channels",
-        [(subject.model, subject, [*layers]) for subject, layers in by_layer.items()],
-    )
+    title = "Bandwidths of channels"
+    models = [(subject.model, subject, [*layers]) for subject, layers in by_layer.items()]
     figure, _ = _panels(models, draw, title, words, "rotary frequency, fast to slow", "exp(a)")
     table = rows_by_head([*by_layer], numbers, "channel_scales")
     return [Figure(save(figure, folder / "channels.png"), title, words, table)]

@@ -72,7 +72,9 @@ def extract(model: GPT, ids: Sequence[int] | torch.Tensor) -> list[LayerWeights]
 
 def _maps(attention: Attention, x, value_embedding, rotary, mixed: torch.Tensor, output: torch.Tensor) -> LayerWeights:
     """The maps of a layer from its arguments, its mixed heads, (1, T, C), and its output, (1, T, C)."""
-    has_sigma, none, pairing = attention.kind.has_bandwidth, [0] * attention.config.n_head, attention.pairing
+    has_sigma = attention.kind.has_bandwidth
+    none = [0] * attention.config.n_head
+    pairing = attention.pairing
     x, logarithms = x.double(), attention.channel_log_scales
     queries, stored = attention.project(x, value_embedding, rotary, slice(0, x.shape[1]))
     keys, values = attention.keys_and_values(rotary, x.shape[1], stored)

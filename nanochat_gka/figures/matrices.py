@@ -41,19 +41,24 @@ def draw_matrices(subjects: Sequence[TextSubject], folder: Path, tokens: int = T
         "of a token for itself (the mass of the diagonal) and for the token before it, without the first row.",
         "" if count == len(text) else f"The first {count} of {len(text)} tokens are drawn.",
     )
-    columns, rows = max(len(s.layers) for s in subjects), sum(s.num_heads + 1 for s in subjects) - 1
+    columns = max(len(s.layers) for s in subjects)
+    rows = sum(s.num_heads + 1 for s in subjects) - 1
     side = min(LARGEST, max(SMALLEST, WIDTH / columns))
-    labels, font = text[:count], min(7.0, 0.85 * 72 * side / count)
+    labels = text[:count]
+    font = min(7.0, 0.85 * 72 * side / count)
     if font < SMALLEST_FONT:
-        labels, font = [str(n) if n % EVERY == 0 else "" for n in range(1, count + 1)], 6.0
+        labels = [str(n) if n % EVERY == 0 else "" for n in range(1, count + 1)]
+        font = 6.0
     longest = max(map(len, labels), default=0) * font * 0.62 / 72
-    margins, title = (0.5 + longest, 0.9, 0.85, 0.3 + longest), "Attention matrices W over tokens"
+    margins = (0.5 + longest, 0.9, 0.85, 0.3 + longest)
+    title = "Attention matrices W over tokens"
     figure, axes = sheet(rows, columns, (side, side), title, words, margins, (0.1, 0.25))
     bare(axes, fontsize=6.5)
     for axis in axes.flat:
         axis.set_visible(False)
     # From a tenth of an equal share of the tokens, rounded down to a power of ten, up to 1.
-    norm, top = LogNorm(10.0 ** math.floor(math.log10(0.1 / count)), 1.0, clip=True), 0
+    norm = LogNorm(10.0 ** math.floor(math.log10(0.1 / count)), 1.0, clip=True)
+    top = 0
 
     def numbers(subject: TextSubject, layer: int, head: int) -> dict[str, float]:
         weights = subject.layers[layer].reads[head, :count, :count]

@@ -53,7 +53,8 @@ def draw_rows(
     layers_of = {subject: [layer for layer in chosen if layer < len(subject.layers)] for subject in subjects}
     # Half a line follows every layer.
     height = max(len(having) * (lines * subject.num_heads + 0.5) for subject, having in layers_of.items())
-    cell, title = (max(width * CHARACTER, 2.0), height * LINE), "What a token looks at"
+    cell = (max(width * CHARACTER, 2.0), height * LINE)
+    title = "What a token looks at"
     figure, axes = sheet(len(queries), len(subjects), cell, title, text, (1.1, 0.95, 0.85, 0.1), (1.75, 0.3))
     bare(axes)
     norm, table = PowerNorm(0.5, 0, 1, clip=True), []

@@ -74,7 +74,8 @@ def caption(subjects: Sequence[TextSubject], *sentences: str, of_weights: bool =
 
     of_weights: whether the picture is of weights.
     """
-    first, parts = subjects[0], [f"{'; '.join(subject.about for subject in subjects)}."]
+    first = subjects[0]
+    parts = [f"{'; '.join(subject.about for subject in subjects)}."]
     text = printable(textwrap.shorten(first.text, QUOTED, placeholder=" …"))
     parts += [f'Text: "{text}", {len(first.words)} tokens; the first one begins the document.', *sentences]
     if marks := {mark for subject in subjects for name in subject.head_names() for mark in name.split()[1:]}:
@@ -118,7 +119,8 @@ def subjects_of(paths: Sequence[Path], text: str, step: int = -1) -> list[TextSu
     words = [token_text(loaded[0].tokenizer, token) for token in ids]
     subjects = []
     for path, one in zip(paths, loaded):
-        config, trained = one.model.config, f"{one.step:,} steps and {one.training['tokens']:,} tokens"
+        config = one.model.config
+        trained = f"{one.step:,} steps and {one.training['tokens']:,} tokens"
         about = f"{one.name} ({config.form}; depth {config.n_layer}), weights after {trained}"
         history = read_history(run_folder(path) / "log.jsonl", config)
         subjects.append(TextSubject(one.name, about, config, text, words, extract(one.model, ids), history))

@@ -103,7 +103,8 @@ class Engine:
                 prompt, sample = waiting.popleft()
                 if prompt != prefilled:
                     ids = torch.tensor([starts[prompt]], device=self.model.device)
-                    prefilled, prompt_cache = prompt, self._new_cache(1, ids.shape[1])
+                    prefilled = prompt
+                    prompt_cache = self._new_cache(1, ids.shape[1])
                     logits = self.model(ids, context=prompt_cache)
                 room = min(sampling.max_tokens, self.model.rotary.length - len(starts[prompt]))
                 row = Continuation(prompt, sample, sampling.draws(prompts[prompt], sample), room, stop)

@@ -230,7 +230,8 @@ class GKAAttention(Attention):
 
     def attend(self, rotary, queries, stored):
         keys, values = self.keys_and_values(rotary, queries.shape[1], stored)
-        keys, sigma = None if keys is queries else keys, at_least_float32(self.log_sigma)
+        keys = None if keys is queries else keys
+        sigma = at_least_float32(self.log_sigma)
         mask = dict(causal=True, window=self.window)
         return gaussian_attention(queries, sigma, keys=keys, values=values, **mask, constant_norm=True)
 

@@ -58,10 +58,12 @@ def load(path: Path | str, step: int = -1, device: torch.device | str = "cpu") -
     state, manifest = saved.state, read_json(saved.path / "manifest.json", "manifest")
     if WEIGHTS not in manifest or not {"model_config", "train_config", "data", "tokens", "steps"} <= state.keys():
         raise UserError(f"{saved.path} is not a checkpoint of a language model")
-    model, data = _build(state["model_config"], saved.tensors("model"), device, saved.path), state["data"]
+    model = _build(state["model_config"], saved.tensors("model"), device, saved.path)
+    data = state["data"]
     training = {name: state.get(name, "unknown") for name in ("tokens", "steps", "commit")}
     training |= {"source": data["source"], "settings": state["train_config"]}
-    name, tokenizer = run_folder(saved.path).name, _tokenizer(saved.path, model)
+    name = run_folder(saved.path).name
+    tokenizer = _tokenizer(saved.path, model)
     return Loaded(model, tokenizer, name, saved.step, manifest[WEIGHTS], training, data)
 
 

@@ -220,7 +220,8 @@ class MuonAdamW:
             torch.compile(f, dynamic=dynamic) if compile else f
             for f in (adamw_update, partial(muon_update, through_float32=through_float32))
         )
-        deal, everywhere = Dealer(runtime), Dealer(runtime, deals=False)
+        deal = Dealer(runtime)
+        everywhere = Dealer(runtime, deals=False)
         for group in groups:
             if group.kind == "muon":
                 shape = group.parameters[0].shape
@@ -251,7 +252,8 @@ class MuonAdamW:
         for group in self.groups:
             lr = group.initial_lr * lr_multiplier
             if group.kind == "muon":
-                update, numbers = self._muon, (momentum, lr, group.weight_decay * weight_decay_multiplier, MUON_BETA2)
+                update = self._muon
+                numbers = (momentum, lr, group.weight_decay * weight_decay_multiplier, MUON_BETA2)
             else:
                 update, numbers = self._adamw, (self.steps, lr, *group.betas)
             # As 0-d tensors on the device: numbers would be compiled in.
@@ -283,7 +285,8 @@ class MuonAdamW:
 
         With several ranks only rank 0 gets it, on the CPU: together it may not fit a GPU.
         """
-        result, several = {"steps": torch.tensor(self.steps)}, self.runtime.world_size > 1
+        result = {"steps": torch.tensor(self.steps)}
+        several = self.runtime.world_size > 1
         for unit, moment, part in self._states():
             values = unit.split(unit.deal.gathered(part, unit.count))
             for name, value in zip(unit.names, values) if self.runtime.is_main else ():

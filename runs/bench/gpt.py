@@ -185,7 +185,8 @@ class LanguageCandidate(models.Candidate):
     def gate(self) -> str | None:
         if self.subject.phase not in DECODE:
             return super().gate()
-        ids, model = self.subject.inputs, copy.deepcopy(self.subject.model).double()
+        ids = self.subject.inputs
+        model = copy.deepcopy(self.subject.model).double()
         with torch.inference_mode():
             _, step = self.decoder(rows=1)
             return self.compare(step(0)[:, 0].double(), model(ids)[:, -1], self.model(ids)[:, -1])

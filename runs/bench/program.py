@@ -151,7 +151,8 @@ class Comparison:
 
         The case's name says the dtype unless that is the device's usual one: vit-ti-bf16 on a CPU.
         """
-        hardware, group = describe_hardware(device), uuid.uuid4().hex[:12]
+        hardware = describe_hardware(device)
+        group = uuid.uuid4().hex[:12]
         dtype = self.settings["dtype"]
         case += "" if dtype == USUAL_DTYPE[device.type] else SUFFIXES[dtype]
         for name, measurement in self.measured.items():

@@ -67,7 +67,8 @@ class Work:
     """A workload's inputs on the device: `call` is timed, `judge` says why what it computes is wrong."""
 
     def __init__(self, workload: Workload, dtype: torch.dtype, device: torch.device):
-        self.workload, self.causal = workload, workload.kernel != "symmetric"
+        self.workload = workload
+        self.causal = workload.kernel != "symmetric"
         options = dict(causal=self.causal, window=workload.window, constant_norm=self.causal)
         self.attend = partial(gaussian_attention, impl="triton", **options)
         backward = workload.kernel not in ("forward", "decode")

@@ -190,5 +190,6 @@ def paper_table() -> Table:
     for key in base:
         ratio = "" if key == "gap" else f"{float(gka[key].rstrip('M')) / float(base[key].rstrip('M')):.2f}x"
         rows.append([COLUMNS[key][0], f"*{base[key]}*", f"*{gka[key]}*", ratio])
-    title, notes = "The paper's depth 20, as printed there", published.notes("compute")[:2]
+    title = "The paper's depth 20, as printed there"
+    notes = published.notes("compute")[:2]
     return Table.of(["", base_label, gka_label, "ratio"], rows, title=title, notes=notes)

@@ -291,7 +291,8 @@ def differences(study: Study) -> Table:
 
 def differences_longer(study: Study) -> Table:
     """The same with other budgets, and at equal FLOPs and time."""
-    rows, places = [], [place for place in PLACES if place[1] != 2**20 or min(BUDGETS[place[0]]) < 2**20]
+    rows = []
+    places = [place for place in PLACES if place[1] != 2**20 or min(BUDGETS[place[0]]) < 2**20]
     for form, baseline in [*pairs([*REPEATED, HALF_VE, PRESET]), (PRESET, RIVAL)]:
         for place in (place for place in places if study.interval(form, baseline, place)):
             ways = [study.over(form, baseline, place, axis) for axis in AXES]
@@ -334,7 +335,8 @@ def counts(study: Study) -> Table:
     for baseline, axis in itertools.product((CONTROL, RIVAL), (TOKENS, TIME)):
         known = [one for one in study.intervals(PRESET, baseline, axis).values() if one.seeds > 1]
         known = [one for one in known if not math.isnan(one.low)]
-        ahead, behind = sum(one.high < 0 for one in known), sum(one.low > 0 for one in known)
+        ahead = sum(one.high < 0 for one in known)
+        behind = sum(one.low > 0 for one in known)
         rows.append([baseline, axis, *map(str, (ahead, len(known) - ahead - behind, behind))])
     return Table.of(["the preset over", "at", "ahead", "level", "behind"], rows, words=2)
 
@@ -409,7 +411,8 @@ def sources(folder: Path) -> list[Table]:
         for row in chosen_rows(path):
             by_machine.setdefault(f"{row['hardware']}, torch {row['torch']}", []).append(row)
         for machine, measured in by_machine.items():
-            days, commits = sorted({row["date"][:10] for row in measured}), len({row["commit"] for row in measured})
+            days = sorted({row["date"][:10] for row in measured})
+            commits = len({row["commit"] for row in measured})
             when = days[0] if len(days) == 1 else f"{days[0]} to {days[-1]}"
             rows.append([f"`{path.name}`", machine, when, str(commits), str(len(measured))])
     return [Table.of(["file", "machine", "dates", "commits", "rows"], rows, words=3)]

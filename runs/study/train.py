@@ -249,7 +249,9 @@ def text_training(
     rate = (RATES_AT_8 if depth == 8 else RATES).get(form, 1.0)
     trial = {"depth": depth, "window_pattern": "L", "rate": rate, "seed": seed, "tokens": tokens, "batch": batch}
     trial = {**trial, "dtype": "bfloat16", "head_dim": HEAD_DIM, **FORMS[form]}
-    computed, steps, further = computed_of(trial), tokens // batch, shlex.split(config.flags)
+    computed = computed_of(trial)
+    steps = tokens // batch
+    further = shlex.split(config.flags)
     if not steps:
         raise UserError(f"--tokens {tokens}: a step with {depth} layers has {batch} tokens")
     words = ["--compile", "on" if depth >= COMPILED_FROM else "off", "--eval-tokens", EVAL_TOKENS, "--sample-every", -1]
@@ -275,7 +277,8 @@ def text_training(
         steps=steps,
         finish_keys=("val_bpb", "train_bpb", "tokens_per_second", "sigma"),
     )
-    cost, command = tokens * flops_per_token(meta_model(model)), command_of(["--data", config.data, *cell], config)
+    cost = tokens * flops_per_token(meta_model(model))
+    command = command_of(["--data", config.data, *cell], config)
     return Training(form, key, trial, data, further, cost, command, text_metrics, job)
 
 
@@ -322,7 +325,8 @@ def image_training(config: TrainConfig, folder: Path, data: dict[str, Any], form
     attention, keywords, epochs = IMAGE_FORMS[form]
     model = ["--model", model_name("tiny", "gka"), "--attention", attention, "--model-kwargs", *IMAGE_MODEL, *keywords]
     length = ["--epochs", epochs, "--batch-size", IMAGE_BATCH, "--seed", seed, "--lr", LR]
-    words, further = [str(word) for word in (*model, *length, *RECIPE)], shlex.split(config.flags)
+    words = [str(word) for word in (*model, *length, *RECIPE)]
+    further = shlex.split(config.flags)
     options = dict(word.split("=") for word in keywords)
     trial = {"attention": attention, "spatial_offsets": options.get("spatial_offsets", ""), "rate": 1.0, "seed": seed}
     trial |= {"norm_weight": "norm_weight" not in options, "channel_bandwidths": "channel_bandwidths" in options}

@@ -32,7 +32,8 @@ class AttentionSubject:
 
     def print_error(self) -> None:
         """Print how well W gives the model's output."""
-        error, depth = max(layer.error for layer in self.layers), len(self.layers)
+        error = max(layer.error for layer in self.layers)
+        depth = len(self.layers)
         print(f"{self.about}: W of {depth} layers gives the model's output, relative error up to {error:.1e}")
 
 

@@ -66,8 +66,10 @@ class Digits(ImageSource):
         digits = load_digits()
         parts = train_test_split(np.arange(len(digits.target)), test_size=1 / 3, random_state=0, stratify=digits.target)
         super().__init__("digits", split, [str(digit) for digit in range(10)])
-        self._places, images = parts[split == "val"], np.rint(digits.images * 255 / 16).astype(np.uint8)
-        self._images, self._labels = images[self._places], digits.target[self._places]
+        self._places = parts[split == "val"]
+        images = np.rint(digits.images * 255 / 16).astype(np.uint8)
+        self._images = images[self._places]
+        self._labels = digits.target[self._places]
 
     def __len__(self) -> int:
         return len(self._labels)

@@ -78,7 +78,8 @@ ALL_PARTS = tuple(field.name for field in fields(DataParts))
 def check_parts(parts: DataParts, saved: dict[str, str], folder: Path) -> None:
     """Raises UserError that names the first flag whose value differs from that of the run in `folder`."""
     for name in ALL_PARTS:
-        value, before = getattr(parts, name) or "none", saved.get(name) or "none"
+        value = getattr(parts, name) or "none"
+        before = saved.get(name) or "none"
         if value != before:
             raise UserError(f"{flag_of(name)} is {value} but the run in {folder} has {before}; use its value")
 

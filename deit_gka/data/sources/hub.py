@@ -192,9 +192,12 @@ def _column(data: str, features: dict, name: str, field: str) -> str:
         kind, needs, fitting = "images", "Image", of(datasets.Image)
         usual = fitting
     else:
-        kind, needs, named = "classes", "ClassLabel or whole numbers", of(datasets.ClassLabel)
+        kind = "classes"
+        needs = "ClassLabel or whole numbers"
+        named = of(datasets.ClassLabel)
         numbers = [column for column in of(datasets.Value) if features[column].dtype.startswith(("int", "uint"))]
-        fitting, usual = named + numbers, named + [column for column in numbers if column in LABEL_NAMES]
+        fitting = named + numbers
+        usual = named + [column for column in numbers if column in LABEL_NAMES]
     if name in fitting:
         return name
     if not name and len(usual) == 1:

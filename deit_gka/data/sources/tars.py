@@ -45,7 +45,8 @@ class Tars(ImageSource):
             needs = " and ".join(" or ".join(f"KEY.{suffix}" for suffix in suffixes) for suffixes in wanted)
             files = f"the {len(shards)} {split} tar files of {root}"
             raise UserError(f"no images in {files}; they need members {needs}, they have: {has}")
-        count, file = int(self._rows[:, 3].max()) + 1, root / "classes.txt"
+        count = int(self._rows[:, 3].max()) + 1
+        file = root / "classes.txt"
         try:
             classes = file.read_text(encoding="utf-8").splitlines() if file.exists() else list(map(str, range(count)))
         except UnicodeDecodeError:

@@ -54,7 +54,8 @@ class Inputs(NamedTuple):
     def rows_with_tokens(self) -> list[tuple[slice, int]]:
         """Neighbours of equal length, and that length. ValueError for one that graphs and transforms let through."""
         assert self.lengths is not None
-        numbers, most = self.lengths.tolist(), (self.x if self.keys is None else self.keys).shape[1]
+        numbers = self.lengths.tolist()
+        most = (self.x if self.keys is None else self.keys).shape[1]
         if not all(0 <= length <= most for length in numbers):
             raise ValueError(f"lengths must be from 0 to the number of keys, {most}, got {numbers}")
         return [part for part in rows_of_equal_length(numbers) if part[1]]
@@ -138,7 +139,8 @@ def _call(phase: int, inputs: Inputs, row_state, tensors: dict, dlog_sigma=None)
     """Run a phase. Returns the largest |x|^2 / sigma^2 of a forward pass. dlog_sigma: (H,), with lengths (parts, H)."""
     scratch_size, kernel = _functions(inputs.x.dtype, phase)
     # An exported program comes here with the strides of today's tensors and the copies that its example needed.
-    x, log_sigma = addressable(inputs.x), inputs.log_sigma.contiguous()
+    x = addressable(inputs.x)
+    log_sigma = inputs.log_sigma.contiguous()
     keys, values = (None if t is None else addressable(t) for t in (inputs.keys, inputs.values))
     batch, num_queries, num_heads, head_dim = x.shape
     features = tensor(x)

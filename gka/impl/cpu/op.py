@@ -78,7 +78,8 @@ def gaussian(request: GaussianRequest) -> torch.Tensor:
     """
     from_cache = not request.own_keys and request.lengths is None
     few = from_cache and request.num_queries <= DECODE_QUERIES and not request.needs_grad
-    decodes, dtype = few or bool(_options_of_decoding(request)), request.x.dtype
+    decodes = few or bool(_options_of_decoding(request))
+    dtype = request.x.dtype
     single = dtype in HALF and not (dtype == torch.bfloat16 and (decodes or call.has_bfloat16()))
     request = _single(request) if single else request
     if decodes:

@@ -113,7 +113,8 @@ def attend_backward(grad_y, x, keys, values, log_sigma, lengths, y, level, norm,
     """[dx, dlog_sigma] and, if they are not x, dkeys, dvalues."""
     from gka.impl.triton.launch import backward
 
-    gradients, features = gradients_like(x, keys, values, log_sigma), (x, keys, values, log_sigma, lengths)
+    gradients = gradients_like(x, keys, values, log_sigma)
+    features = (x, keys, values, log_sigma, lengths)
     with torch.cuda.device_of(x):
         backward(grad_y, *features, y, level, norm, before, after, constant_norm, LOG_SIGMA_BOUND, gradients)
     return gradients
