@@ -127,7 +127,7 @@ OTHER_TEXT = [dict(target_param_data_ratio=10.5), dict(head_offsets="PS")]
 @pytest.mark.parametrize(
     "folder, changed",
     [(vision_folder, one) for one in OTHER_IMAGES] + [(language_folder, one) for one in OTHER_TEXT],
-    ids=str,
+    ids=lambda value: getattr(value, "__name__", str(value)),
 )
 def test_a_run_of_another_configuration_fills_no_cell(tmp_path, folder, changed):
     folder(tmp_path, **changed)
