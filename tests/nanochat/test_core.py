@@ -2,18 +2,13 @@
 
 import dataclasses
 import math
-import random
-from types import SimpleNamespace
 
 import pytest
 import torch
-from hypothesis import example, given
-from hypothesis import strategies as st
 
 from naive_core import naive_task
 from nanochat_gka.core_metric import published, scoring
-from nanochat_gka.core_metric.bundle import Question, common_prefix, read_tasks
-from nanochat_gka.core_metric.prompt_tree import PromptTree
+from nanochat_gka.core_metric.bundle import Question, read_tasks
 from nanochat_gka.core_metric.published import CORE_SIZES, CORE_TASKS, GPT2_ACCURACY, PAPER_TASKS
 from nanochat_gka.core_metric.report import Score, aggregate, centered, show, write_csv
 from nanochat_gka.core_metric.scoring import batches, judge, likeliest
@@ -41,34 +36,6 @@ def test_the_answers_are_the_naive_scorers(variant, limit, bundle, tokenizer, mo
                 predictions |= dict(zip(batch, judge(model, [questions[place] for place in batch])))
             assert [predictions[place] for place in range(len(questions))] == wanted, (task.label, batch_tokens)
             assert [predictions[place] == one.gold for place, one in enumerate(questions)] == right
-
-
-PROMPT = st.lists(st.integers(0, 3), min_size=1, max_size=7)
-
-
-@given(prompts=st.lists(st.lists(PROMPT, min_size=1, max_size=3), min_size=1, max_size=4), draw=st.randoms())
-@example(prompts=[[[0], [0]]], draw=random.Random(0))
-def test_tree_holds_each_beginning_once(prompts, draw):
-    """With an operator that sums all tokens up to each: every prompt comes back, and every token is there once."""
-
-    def attend(rotary, queries, stored):
-        assert torch.equal(queries, stored[0][:, stored[0].shape[1] - queries.shape[1] :])
-        return stored[0].cumsum(dim=1)[:, -queries.shape[1] :]
-
-    rows = [prompt for group in prompts for prompt in group]
-    starts = [draw.randint(1, len(row)) for row in rows]  # the last of these judges nothing
-    tree = PromptTree(rows, starts, [len(group) for group in prompts], torch.device("cpu"))
-    assert tree.ids.shape[1] == len({tuple(row[:n]) for row in rows for n in range(1, len(row) + 1)})
-    common = [common_prefix(group) if len(group) > 1 else 0 for group in prompts]
-    assert tree.shared == min([*common, tree.longest - 1])
-    values = torch.arange(tree.ids.shape[1], dtype=torch.float64)[None, :, None, None] + 1
-    layers = [SimpleNamespace(is_last=is_last, attend=attend) for is_last in (False, True)]
-    joined, predicted = (tree.attend(layer, None, values, (values,))[0, :, 0, 0] for layer in layers)
-    judged = [place for nodes, start in zip(tree.nodes, starts) for place in nodes[start - 1 : -1]]
-    assert tree.predictors.tolist() == judged and predicted.tolist() == joined[judged].tolist()
-    for row, nodes in zip(rows, tree.nodes):
-        assert tree.ids[0, nodes].tolist() == row and tree.positions[0, nodes].tolist() == list(range(len(row)))
-        assert joined[nodes].tolist() == (torch.from_numpy(nodes) + 1).double().cumsum(0).tolist()
 
 
 TIES = [  # mean losses of three prompts, NaN for an empty span; the prompts; the answer
