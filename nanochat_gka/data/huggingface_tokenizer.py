@@ -6,7 +6,7 @@
 from pathlib import Path
 from typing import Any
 
-from nanochat_gka.data.tokenizer import Tokenizer
+from nanochat_gka.data.tokenizer import SPLIT_PATTERN, Tokenizer
 from trainkit_gka.files import write_json
 
 # GPT-2's letters for bytes: printable ones stand for themselves, the others follow from U+0100 on.
@@ -51,7 +51,7 @@ def backend(tokenizer: Tokenizer) -> dict[str, Any]:
     """The content of tokenizer.json: byte-level BPE, and BOS before every text."""
     bos = tokenizer.decode([tokenizer.bos_id])
     literal = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
-    split = {"type": "Split", "pattern": {"Regex": tokenizer.pattern}, "behavior": "Isolated", "invert": False}
+    split = {"type": "Split", "pattern": {"Regex": SPLIT_PATTERN}, "behavior": "Isolated", "invert": False}
     bytewise = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
     first, second = (
         [{"SpecialToken": {"id": bos, "type_id": number}}, {"Sequence": {"id": name, "type_id": number}}]

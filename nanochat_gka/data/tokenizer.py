@@ -4,7 +4,7 @@ import base64
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
 
@@ -24,6 +24,7 @@ BLANKS = re.compile("[\t\v\f \x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f
 LONG_TEXT = 2**18  # characters; a shorter text is far from that
 _NAMES = "bos user_start user_end assistant_start assistant_end python_start python_end output_start output_end"
 SPECIAL_TOKENS = tuple(f"<|{name}|>" for name in _NAMES.split())
+BYTES = {bytes([byte]) for byte in range(256)}
 VOCAB = Bounds(256 + len(SPECIAL_TOKENS), 2**16)  # bytes and special tokens at least; ids are stored as uint16
 FILE_NAME = "tokenizer.json"
 EXPORTED_NAME = "gka_tokenizer.json"  # in an exported folder, where tokenizer.json is Hugging Face's
@@ -32,12 +33,13 @@ EXPORTED_NAME = "gka_tokenizer.json"  # in an exported folder, where tokenizer.j
 class Tokenizer:
     """A trained vocabulary. Special tokens follow the merges; `bos_id` opens every document."""
 
-    def __init__(self, ranks: dict[bytes, int], pattern: str = SPLIT_PATTERN, special_tokens=SPECIAL_TOKENS):
+    def __init__(self, ranks: dict[bytes, int], special_tokens: Sequence[str] = SPECIAL_TOKENS):
         self.ranks = ranks
-        self.pattern = pattern
         self.tokens = sorted(ranks, key=ranks.__getitem__)
         self.special = {token: len(ranks) + i for i, token in enumerate(special_tokens)}
-        self.encoding = tiktoken.Encoding("gka", pat_str=pattern, mergeable_ranks=ranks, special_tokens=self.special)
+        self.encoding = tiktoken.Encoding(
+            "gka", pat_str=SPLIT_PATTERN, mergeable_ranks=ranks, special_tokens=self.special
+        )
         self.bos_id = self.special[SPECIAL_TOKENS[0]]
 
     @classmethod
@@ -60,15 +62,23 @@ class Tokenizer:
         path = Path(folder) / name
         data = read_json(path, "tokenizer")
         try:
-            ranks = {base64.b64decode(token): rank for rank, token in enumerate(data["tokens"])}
-            return cls(ranks, data["pattern"], tuple(data["special_tokens"]))
+            tokens = [base64.b64decode(token, validate=True) for token in data["tokens"]]
+            special = data["special_tokens"]
+            names = {*tokens, *map(str.encode, special)}
+            if len(names) > VOCAB.most:  # packed rows would hold ids modulo 2^16
+                raise ValueError(f"it has {len(names):,} tokens, and ids are stored in 16 bits: at most {VOCAB.most:,}")
+            if len(names) < len(tokens) + len(special) or not names.issuperset(BYTES):
+                raise ValueError("a token is there twice, or a byte has none")
+            if data["pattern"] != SPLIT_PATTERN:
+                raise ValueError("its pattern is not nanochat's")
+            return cls({token: rank for rank, token in enumerate(tokens)}, special)
         except (KeyError, TypeError, ValueError) as error:
             advice = "train one by python -m nanochat_gka.tokenizer"
-            raise UserError(f"{path} is not a tokenizer ({error!r}); {advice}") from None
+            raise UserError(f"{path} is not a tokenizer that can be used ({error!r}); {advice}") from None
 
     def to_json(self) -> dict:
         tokens = [base64.b64encode(token).decode() for token in self.tokens]
-        return {"pattern": self.pattern, "special_tokens": list(self.special), "tokens": tokens}
+        return {"pattern": SPLIT_PATTERN, "special_tokens": list(self.special), "tokens": tokens}
 
     def save(self, folder: Path, name: str = FILE_NAME) -> None:
         write_json(Path(folder) / name, self.to_json())

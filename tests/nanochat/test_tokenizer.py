@@ -1,5 +1,7 @@
 """The tokenizer, and Hugging Face's form of it: the same ids for any text, the same text for any ids."""
 
+import base64
+import itertools
 import json
 import shutil
 
@@ -16,7 +18,6 @@ from nanochat_gka.data import huggingface_tokenizer
 from nanochat_gka.data.corpora import ParquetCorpus
 from nanochat_gka.data.tokenizer import SPECIAL_TOKENS, SPLIT_PATTERN, Tokenizer
 from nanochat_gka.tokenizer import TokenizerConfig, main, training_documents
-from tiny_pack import rewrite_json
 
 NAMES = "bos user_start user_end assistant_start assistant_end python_start python_end output_start output_end"
 TEXTS = [
@@ -114,11 +115,25 @@ def test_nanochats_count_of_bytes(tokenizer):
     assert sum(lengths[i] for i in tokenizer.encode("天the kernel")) == 9 + len("the kernel")
 
 
-@pytest.mark.parametrize("changes", [{"tokens": None}, {"special_tokens": ["<|eos|>"]}], ids=str)
-def test_a_file_of_something_else_is_one_line(tokenizer, tmp_path, changes):
-    tokenizer.save(tmp_path)
-    rewrite_json(tmp_path / "tokenizer.json", **changes)
-    with tiny.one_line_error("tokenizer.json is not a tokenizer"):
+PAIRS = [base64.b64encode(bytes([*pair, 0])).decode() for pair in itertools.product(range(256), repeat=2)]
+UNUSABLE = [  # a field of the file, its new value from the old one, and what the error says
+    ("tokens", lambda tokens: None, "TypeError"),
+    ("tokens", lambda tokens: ["*", *tokens], "base64"),
+    ("tokens", lambda tokens: [*tokens, tokens[300]], "twice"),
+    ("tokens", lambda tokens: tokens[1:], "a byte has none"),
+    ("tokens", lambda tokens: tokens[:256] + PAIRS, "65,801 tokens, .* at most 65,536"),
+    ("special_tokens", lambda tokens: ["<|eos|>"], "bos"),
+    ("special_tokens", lambda tokens: [*tokens, 1e999], "TypeError"),
+    ("pattern", lambda pattern: "", "pattern"),
+    ("pattern", lambda pattern: "(", "pattern"),
+]
+
+
+@pytest.mark.parametrize("field, change, message", UNUSABLE)
+def test_a_file_of_something_else_is_one_line(tokenizer, tmp_path, field, change, message):
+    content = tokenizer.to_json()
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content | {field: change(content[field])}))
+    with tiny.one_line_error(f"tokenizer.json is not a tokenizer.*{message}"):
         Tokenizer.load(tmp_path)
 
 
