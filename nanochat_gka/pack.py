@@ -16,7 +16,7 @@ from nanochat_gka.data.corpora import ParquetCorpus, fingerprint, source_of
 from nanochat_gka.data.tokenizer import Tokenizer
 from nanochat_gka.data.units import PackJob, pack_units, plan_units
 from trainkit_gka.cli import Bounds, UserError, reason_of, run
-from trainkit_gka.files import locked, read_json, remove_stale_temporaries, write_json
+from trainkit_gka.files import locked, remove_stale_temporaries, write_json
 from trainkit_gka.progress import rate
 
 MUCH_CROPPED = 0.2
@@ -109,7 +109,7 @@ def _splits_documents(config: PackConfig, out: Path) -> bool:
 def _is_packed(folder: Path, corpus: Path) -> bool:
     """Whether `folder` has a manifest and no shard is missing or truncated; then prints so."""
     try:
-        manifest = read_json(folder / shards.MANIFEST, "manifest")
+        manifest = shards.read_manifest(folder)
     except UserError:
         return False
     if shards.find_damage(folder, manifest):

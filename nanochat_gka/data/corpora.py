@@ -225,8 +225,11 @@ def file_changes(before: dict[str, Any], now: dict[str, Any], source: str = "sou
 
     source: the key of names and sizes.
     """
-    old, new = ({e[0][0]: e for e in zip(note[source], note["checksums"])} for note in (before, now))
-    return describe_changes(old, new)
+    try:
+        old, new = ({e[0][0]: e for e in zip(note[source], note["checksums"])} for note in (before, now))
+        return describe_changes(old, new)
+    except (KeyError, TypeError, IndexError):
+        return "the note of them is damaged"
 
 
 def describe_changes(old: dict[str, Any], new: dict[str, Any]) -> str:

@@ -18,10 +18,10 @@ import numpy as np
 import torch
 
 from nanochat_gka.data import SPLITS
-from nanochat_gka.data.shards import FORMAT, MANIFEST, TRAIN_FIRST, find_damage, shard_path, splits_documents
+from nanochat_gka.data.shards import MANIFEST, TRAIN_FIRST, find_damage, read_manifest, shard_path, splits_documents
 from nanochat_gka.data.tokenizer import Tokenizer
 from trainkit_gka.cli import UserError
-from trainkit_gka.files import read_json, sha256
+from trainkit_gka.files import sha256
 
 EvalRows = Literal["upstream", "spaced"]
 SAME_SHARD = ("name", "split", "rows", "sha256")
@@ -49,7 +49,7 @@ class PackedData:
             command = f"make them by python -m nanochat_gka.pack --out {self.folder}"
             raise UserError(f"no packed data in {self.folder} (no {MANIFEST}); {command}")
         try:
-            self.manifest = read_json(path, "manifest")
+            self.manifest = read_manifest(self.folder)
             self._check(verify)
         except UserError as error:
             raise UserError(f"{error}; delete {path} and pack again, which repacks only what is damaged") from None
@@ -60,8 +60,6 @@ class PackedData:
         self._rows = {split: Rows(files[split], self.sequence_len, self.tokenizer.vocab_size) for split in files}
 
     def _check(self, verify: bool) -> None:
-        if (format := self.manifest.get("format")) != FORMAT:
-            raise UserError(f"{self.folder} has format {format}, this version reads {FORMAT}")
         self.tokenizer = Tokenizer.load(self.folder)
         if self.tokenizer.sha256 != self.manifest["tokenizer_sha256"]:
             raise UserError(f"{self.folder} was packed with another tokenizer than the one in it")
@@ -143,7 +141,7 @@ def rows_of_run(data: dict[str, Any], run: Path) -> Path:
         raise UserError(f"{run} is an exported model, which does not say where its rows are; give --data FOLDER")
     for folder in (run / data["folder_from_run"], Path(data["folder"])):
         with contextlib.suppress(UserError):
-            if same_rows(read_json(folder / MANIFEST, "manifest")) == same_rows(data):
+            if same_rows(read_manifest(folder)) == same_rows(data):
                 return Path(os.path.normpath(folder))
     needed = f"--data FOLDER with rows of {data['sequence_len']} tokens of tokenizer {data['tokenizer_sha256'][:12]}"
     problem = f"the rows that {run} was trained on are gone from {data['folder']}"

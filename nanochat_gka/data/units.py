@@ -21,7 +21,7 @@ import numpy as np
 
 from nanochat_gka.data.corpora import ParquetCorpus, document_batches, open_parquet
 from nanochat_gka.data.packing import best_fit_rows
-from nanochat_gka.data.shards import TRAIN_FIRST
+from nanochat_gka.data.shards import TRAIN_FIRST, has_fields, shard_fields
 from nanochat_gka.data.tokenizer import Tokenizer
 from trainkit_gka.cli import UserError
 from trainkit_gka.files import atomic, read_json, sha256, write_json
@@ -132,15 +132,17 @@ def pack_unit(unit: Unit, job: PackJob, tokenizer: Tokenizer) -> dict[str, Any]:
     return record
 
 
-def read_record(unit: Unit, out: Path) -> dict[str, Any] | None:
+def read_record(unit: Unit, out: Path, split_documents: bool) -> dict[str, Any] | None:
     """The record of a unit of which `out` holds all rows, or None if the unit has to be packed."""
     rows = out / f"{unit.name}.bin"
     try:
         record = read_json(out / f"{unit.name}.json", "unit record")
     except UserError:
         return None
-    matches = unit.note().items() <= record.items() and rows.exists()
-    return record if matches and sha256(rows) == record.get("sha256") else None
+    matches = (
+        has_fields(record, shard_fields(split_documents)) and unit.note().items() <= record.items() and rows.exists()
+    )
+    return record if matches and sha256(rows) == record["sha256"] else None
 
 
 def pack_units(units: list[Unit], job: PackJob, workers: int) -> tuple[list[dict[str, Any]], float | None]:
@@ -207,6 +209,7 @@ def _start_worker(job: PackJob) -> None:
 
 def _pack(unit: Unit) -> tuple[dict[str, Any], bool]:
     """The unit's record, and whether it had to be packed."""
-    if record := read_record(unit, _worker["job"].out):
+    job = _worker["job"]
+    if record := read_record(unit, job.out, job.split_documents):
         return record, False
     return pack_unit(unit, **_worker), True
