@@ -52,7 +52,7 @@ class Question:
 
 @dataclass(frozen=True)
 class Task:
-    """One task of the bundle. baseline: accuracy of guessing, in percent."""
+    """One task of the bundle. baseline: accuracy of guessing, in percent, from 0 to below 100."""
 
     label: str
     file: Path
@@ -74,7 +74,7 @@ class Task:
         if self.kind not in OPTIONS:
             raise UserError(f"{self.label} has the unknown icl_task_type {self.kind!r}; known are {', '.join(OPTIONS)}")
         if self.baseline is None:
-            raise UserError(f"{self.label} has no row with a random baseline in {BASELINES}")
+            raise UserError(f"{self.label} has no random baseline from 0 to below 100 in {BASELINES}")
         lines = enumerate(self._read().splitlines(), start=1)
         examples = [self._parse(line, number) for number, line in lines if line.strip()]
         random.Random(SHUFFLE_SEED).shuffle(examples)
@@ -168,13 +168,16 @@ def read_tasks(bundle: Path, wanted: Sequence[str] = ("all",)) -> list[Task]:
     manifest, table = bundle / MANIFEST, bundle / BASELINES
     try:
         rows = csv.DictReader(io.StringIO(_read_table(table), newline=""))
-        baselines = {row["Eval Task"]: float(row["Random baseline"]) for row in rows}
+        numbers = ((row["Eval Task"], float(row["Random baseline"])) for row in rows)
+        baselines = {label: number for label, number in numbers if 0 <= number < 100}
     except (KeyError, TypeError, ValueError, csv.Error):
         raise UserError(f"{table}: needs the columns Eval Task and Random baseline, a number in percent") from None
     try:
         tasks = [_task(entry, bundle, baselines) for entry in yaml.safe_load(_read_table(manifest))["icl_tasks"]]
+        if not tasks:
+            raise ValueError("no task")
     except (yaml.YAMLError, KeyError, TypeError, ValueError, IndexError, RecursionError):
-        form = "a list icl_tasks of label, dataset_uri, num_fewshot (a list) and icl_task_type"
+        form = "a list icl_tasks of label, dataset_uri, num_fewshot (a list of one count) and icl_task_type"
         raise UserError(f"{manifest} is not the YAML file of a CORE bundle, {form}") from None
     labels = [task.label for task in tasks]
     chosen: set[str] = set()
@@ -188,15 +191,16 @@ def read_tasks(bundle: Path, wanted: Sequence[str] = ("all",)) -> list[Task]:
 
 
 def is_inside(path: str) -> bool:
-    """Whether a path of a bundle stays in the bundle, on any system."""
-    return not (path.startswith("/") or "\\" in path or ":" in path or ".." in PurePosixPath(path).parts)
+    """Whether a path of a bundle names something inside the bundle, on any system."""
+    parts = PurePosixPath(path).parts
+    return bool(parts) and path[0] != "/" and ".." not in parts and not {*"\\:\0"} & {*path}
 
 
 def _task(entry: dict[str, Any], bundle: Path, baselines: dict[str, float]) -> Task:
-    label, kind, shots = entry["label"], entry["icl_task_type"], int(entry["num_fewshot"][0])
+    label, kind, shots = entry["label"], entry["icl_task_type"], entry["num_fewshot"][0]
     file, delimiter = entry["dataset_uri"], entry.get("continuation_delimiter", " ")
-    if not all(isinstance(text, str) for text in (label, kind, file, delimiter)):
-        raise TypeError("not text")
+    if not all(isinstance(text, str) for text in (label, kind, file, delimiter)) or type(shots) is not int or shots < 0:
+        raise TypeError("not text, or not a count")
     if not is_inside(file):
         raise UserError(f"{bundle / MANIFEST}: {label}'s dataset_uri {file} leads out of the bundle")
     return Task(label, bundle / DATA / file, kind, shots, delimiter, baselines.get(label))

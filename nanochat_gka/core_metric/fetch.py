@@ -20,6 +20,7 @@ from trainkit_gka.files import atomic_folder, locked, sha256
 from trainkit_gka.progress import progress_bar
 
 URL = "https://karpathy-public.s3.us-west-2.amazonaws.com/eval_bundle.zip"
+FETCHED = "eval_bundle"  # the folder of the bundle that was fetched
 TIMEOUT = 30  # seconds without a byte
 PAUSES = (1, 2, 4, 8)  # seconds between the attempts
 REFUSED, NO_MORE_BYTES = (401, 403, 404), 416  # HTTP statuses; another attempt does not change the first three
@@ -44,7 +45,7 @@ class BundleFlags:
         """
         if self.bundle is not None and self.bundle.suffix != ".zip":
             return self.bundle
-        name = "eval_bundle" if self.bundle is None else f"bundle-{sha256(self.bundle)[:12]}"
+        name = FETCHED if self.bundle is None else f"bundle-{sha256(self.bundle)[:12]}"
         unpacked, archive = folder / name, self.bundle or folder / f".{name}.zip"
         if (unpacked / MANIFEST).exists():
             return unpacked
@@ -121,7 +122,7 @@ def unpack(archive: Path, folder: Path, keep: bool) -> None:
     """
     try:
         with zipfile.ZipFile(archive) as bundle, atomic_folder(folder) as incoming:
-            members = [member for member in bundle.infolist() if not member.is_dir()]
+            members = [member for member in bundle.infolist() if not member.filename.endswith("/")]
             _check_safe(members, archive.stat().st_size)
             paths = [PurePosixPath(member.filename) for member in members]
             roots = sorted((path.parent for path in paths if path.name == MANIFEST), key=lambda path: len(path.parts))
@@ -141,7 +142,7 @@ def _check_safe(members: list[zipfile.ZipInfo], packed_bytes: int) -> None:
     """Raises BadZipFile for members that are not those of a bundle."""
     for member in members:
         if not is_inside(member.filename):
-            raise zipfile.BadZipFile(f"{member.filename} leads out of its folder")
+            raise zipfile.BadZipFile(f"{member.filename or 'a file without a name'} leads out of its folder")
         if stat.S_ISLNK(member.external_attr >> 16):
             raise zipfile.BadZipFile(f"{member.filename} is a link")
     size = sum(member.file_size for member in members)

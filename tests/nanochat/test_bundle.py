@@ -41,15 +41,20 @@ OF_A_TASK = [
     (COPA, "", "[" * 200_000, "copa.jsonl:16"),
     (COPA, "", '"' + "a" * 2**20 + '"', "copa.jsonl:16: .*1,048,578 bytes"),
     (TASKS, "multiple_choice", "essay", "icl_task_type 'essay'"),
-    (BASELINES, "copa,", "x,", "copa has no row"),
+    (BASELINES, "copa,", "x,", "copa has no random baseline"),
+    (BASELINES, "copa,,,,,50", "copa,,,,,100", "copa has no random baseline"),
+    (BASELINES, "copa,,,,,50", "copa,,,,,nan", "copa has no random baseline"),
 ]
 OF_THE_BUNDLE = [
     (TASKS, "", None, "core.yaml cannot be read"),
     (TASKS, "", "\n  - {label: copa\n", "core.yaml is not"),
     (TASKS, "label: copa", "label: !!python/object/apply:os.getcwd []", "core.yaml is not"),
     (TASKS, "reasoning/", "../../", "dataset_uri .*copa.jsonl leads out of"),
+    (TASKS, "reasoning/copa.jsonl", '"a\\0"', "dataset_uri .* leads out of"),
     (TASKS, "", "#" * 2**18, r"core.yaml has 26\d,\d+ bytes"),
     (TASKS, "icl_tasks", "[" * 1000, "core.yaml is not"),
+    (TASKS, "icl_tasks", "icl_tasks: []\nx", "core.yaml is not"),
+    *((TASKS, "- 0\n", f"- {shots}\n", "core.yaml is not .*num_fewshot") for shots in ("-1", "1.5", ".inf", "true")),
     (BASELINES, "Random", "Chance", "Random baseline"),
 ]
 
@@ -163,6 +168,7 @@ UNSAFE += [
     ("bomb", [ROOT, ("eval_data/a.jsonl", ZEROS)], None, "2 files of 83,886,730 bytes"),
     ("many", [ROOT, *((f"eval_data/{number}", "") for number in range(10_000))], None, "10,001 files"),
     ("another", [("readme", "")], None, "no core.yaml"),
+    ("nameless", [ROOT, ("xyz", "x")], lambda content: content.replace(b"xyz", b"\0yz"), "without a name"),
     ("flipped", [ROOT], lambda content: content[:45] + bytes([content[45] ^ 1]) + content[46:], "not a usable zip"),
     ("cut", [ROOT], lambda content: content[:-30], "not a usable zip"),
     ("lie", [ROOT, ("eval_data/a.jsonl", ZEROS)],
