@@ -32,7 +32,10 @@ class CorpusConfig:
     """Folder for the downloaded shards of FineWeb-Edu, which several corpora can share: each --out gets links
     to its own. None = --out."""
     text_column: str = COLUMN
-    """Which column, or field, of your own parquet and JSON is the text."""
+    """Which column, or field, of your own parquet and JSON is the text; text.content is a field inside another."""
+    strict: bool = False
+    """Refuse your own JSON for a single record without text; otherwise such records are skipped, counted and named
+    while they are below 1 %."""
 
 
 def main(config: CorpusConfig) -> None:
@@ -47,7 +50,7 @@ def main(config: CorpusConfig) -> None:
     if is_corpus:  # the rows of FineWeb-Edu differ from those of other text, wherever its shards are
         source = source_of(path) or source
     elif path:
-        text = own_text.TextSource(path, out, config.text_column)
+        text = own_text.TextSource(path, out, config.text_column, config.strict)
     with locked(out, "writing"):
         remove_stale_temporaries(out)
         claim(out, source)

@@ -1,8 +1,9 @@
 """People's own text: a file or a folder of text, JSON and parquet, made into the parquet files of a corpus.
 
 A .txt or .md file is a document (several if it has more than 4 million characters), and so is every record of .jsonl,
-.json and .parquet, of which one column is the text. All but parquet may be packed as .gz or .zst. Folders are read to
-any depth, in the order of names, without hidden files.
+.json and .parquet, of which one column is the text (`text.content`: a field inside another). All but parquet may be
+packed as .gz or .zst. Folders are read to any depth, in the order of names, without hidden files. Records of JSON in
+which the column is no string are skipped while they are fewer than one in a hundred.
 
 Names decide what is held out if they put every file in a split, and there is train and val (or test): the name of a
 folder, or of a file without its number and what stands before a dot (train-00000-of-00002, wiki.val_1). Only a README
@@ -34,6 +35,9 @@ READ = ".txt, .md, .jsonl, .json (each also as .gz or .zst) and .parquet"
 ONE_IN = 100  # documents, or characters at the end of the text, are held out
 END_CHARS = 10_000  # at least so many of them, but no more than a tenth of the text
 LONGEST = 2**22  # characters of a document of a text file
+REFUSED_FROM = 0.01  # part of the records of JSON that have no text
+CERTAIN = 1000  # records, and none has a text: the column is another
+NAMED = 10  # of the records that are skipped
 RECORD = "files.json"
 RULES = 2  # of what is read and held out; a corpus written by other rules is written again
 SHARD = re.compile(r"shard_\d{5}\.parquet")
@@ -48,16 +52,16 @@ def is_corpus(root: Path) -> bool:
 class TextSource:
     """A file or folder of text, to be made into a corpus in the folder `out`.
 
-    column: which one of JSON and parquet is the text. Links are followed, but no folder is entered twice. Raises
-    UserError if there is nothing to read or `out` is inside `root`.
+    column: which one of JSON and parquet is the text. strict: no record of JSON without it is skipped. Links are
+    followed, but no folder is entered twice. Raises UserError if there is nothing to read or `out` is inside `root`.
     """
 
-    def __init__(self, root: Path, out: Path, column: str = corpora.COLUMN):
+    def __init__(self, root: Path, out: Path, column: str = corpora.COLUMN, strict: bool = False):
         if not root.exists():
             raise UserError(f"--source {root} is neither builtin nor fineweb nor a file or folder")
         if out.resolve().is_relative_to(root.resolve()):
             raise UserError(f"{out} is inside {root} and would be read as text; choose another --out")
-        self.root, self.out, self.column = root, out, column
+        self.root, self.out, self.column, self.strict = root, out, column, strict
         base = root if root.is_dir() else root.parent
         paths = dict(sorted((path.relative_to(base).as_posix(), path) for path in _walk(root, set())))
         readable = [name for name in paths if _kind(name)[0] in KINDS]
@@ -71,24 +75,24 @@ class TextSource:
             raise UserError(f"{root} has no text to read ({unread or 'it is empty'}); what is read: {READ}")
         if unread:
             print(f"{root}: not read: {unread}")
-        self.empty_documents = 0
+        self.counts: Counter[str] = Counter()  # of records of JSON, those that are skipped, and empty documents
+        self.skipped: list[str] = []  # the places of the first
         self.without_text: set[str] = set()  # files of JSON without the field, which are left out among other text
         self.may_skip = not self.splits and any(_kind(name)[0] != ".json" for name in chosen)
 
     def write(self) -> None:
         """Write train.parquet and val.parquet, unless they are there and no file has changed since.
 
-        Raises UserError, in one line, for a file that is not what its name says or has no text in the column, and if a
-        split would be empty.
+        Raises UserError, in one line, for a file that is not what its name says, for a column that is not text or that
+        too many records lack, and if a split would be empty.
         """
-        is_written = all((self.out / name).exists() for name in ("train.parquet", "val.parquet", RECORD))
-        before = read_json(self.out / RECORD, "note of the corpus's files") if is_written else {}
+        before = _read_record(self.out)
         record: dict[str, Any] = {"rules": RULES, "column": self.column, "files": {}}
         for name, path in self.files.items():
             state = [path.stat().st_size, path.stat().st_mtime_ns]
-            known = before.get("files", {}).get(name, [])
+            known = before["files"].get(name, []) if before else []
             record["files"][name] = known if known[:2] == state else [*state, sha256(path)]
-        if is_written:
+        if before and not (self.strict and before.get("skipped")):
             changes = corpora.describe_changes(_contents(before), _contents(record))
             if not changes:
                 print(f"{self.out}: already there, made of {len(self.files):,} files")
@@ -97,6 +101,8 @@ class TextSource:
         (self.out / RECORD).unlink(missing_ok=True)
         with atomic(self.out / "val.parquet") as val, atomic(self.out / "train.parquet") as train:
             self._write({"train": train, "val": val})
+        if self.skipped:
+            record["skipped"] = self.counts["skipped"]
         write_json(self.out / RECORD, record)
 
     def _write(self, paths: dict[str, Path]) -> None:
@@ -107,11 +113,13 @@ class TextSource:
             held_out = f"one document in {ONE_IN}, by checksum"
             documents = ((corpora.split_by_checksum(text, ONE_IN), text) for text in self._documents(self.files))
         written = corpora.write_documents(documents, paths)
+        if self.skipped and self.counts["skipped"] >= REFUSED_FROM * self.counts["records"]:
+            raise self._refusal()
         number, chars = (sum(counts[key] for counts in written.values()) for key in ("documents", "chars"))
         least = min(END_CHARS, chars // 10)
         too_few = number < ONE_IN or not written["train"]["documents"] or written["val"]["chars"] < least
         if too_few and not self.splits:
-            held_out, self.empty_documents = "the end of the text", 0
+            held_out, self.counts, self.skipped = "the end of the text", Counter(), []
             written = corpora.write_documents(_cut_end(self._documents(self.files), chars), paths)
         for name, counts in written.items():
             if not counts["documents"]:
@@ -120,29 +128,85 @@ class TextSource:
         if self.without_text:
             problem = f"JSON without a field {self.column} that is a string ({corpora.first_names(self.without_text)})"
             print(f"{self.root}: not read: {problem}; if one has text, name it by --text-column")
-        if self.empty_documents:
-            print(f"{self.empty_documents:,} empty documents are left out")
+        if self.skipped:
+            print(f"{self.root}: skipped: {self._describe_skipped()}")
+        if self.counts["empty"]:
+            print(f"{self.counts['empty']:,} empty documents are left out")
         print(f"from {len(self.files) - len(self.without_text):,} files; held out: {held_out}")
 
     def _documents(self, names: Collection[str]) -> Iterator[str]:
         """The documents of these files that are not white space."""
         with progress_bar() as bar:
             for name in bar.track(names, task_id=bar.add_task("reading files", total=len(names), status="")):
-                try:
-                    for text in _documents(self.files[name], self.column):
-                        if text.strip():
-                            yield text
-                        else:
-                            self.empty_documents += 1
-                except _NoField:
-                    if not self.may_skip or _kind(name)[0] != ".json":
-                        raise
-                    self.without_text.add(name)
+                for text in self._read(name):
+                    if text.strip():
+                        yield text
+                    else:
+                        self.counts["empty"] += 1
+
+    def _read(self, name: str) -> Iterator[str]:
+        """The documents of a file. Raises UserError naming it, and the place in it."""
+        path, (kind, codec) = self.files[name], _kind(name)
+        if kind == ".parquet":
+            yield from chain.from_iterable(corpora.document_batches(path, column=self.column))
+            return
+        try:
+            with open(path, "rb") as file:
+                data = pa.CompressedInputStream(file, codec) if codec else file
+                with io.TextIOWrapper(data, encoding="utf-8-sig") as text:
+                    yield from _pieces(text) if kind in (".txt", ".md") else self._texts(name, text)
+        except UnicodeDecodeError:
+            advice = "convert it (such as by iconv -f LATIN1 -t UTF-8) or move it away"
+            raise UserError(f"{path} is not text in UTF-8; {advice}") from None
+        except OSError as error:
+            if error.filename is not None:
+                raise
+            raise UserError(f"{path} is damaged, or is not what its name says ({reason_of(error)})") from None
+
+    def _texts(self, name: str, stream: io.TextIOWrapper) -> Iterator[str]:
+        """The texts of a file of JSON that are not null; none of a .json among other text whose first record has none.
+
+        Raises UserError where a record has no text if none may be skipped, or if none of the first had one.
+        """
+        for number, (place, record) in enumerate(_records(self.files[name], stream)):
+            text = _text_in(record, self.column)
+            has_none = not isinstance(text, str | None)
+            if has_none and number == 0 and self.may_skip and _kind(name)[0] == ".json":
+                self.without_text.add(name)
+                return
+            self.counts.update(records=1, skipped=has_none)
+            if isinstance(text, str):
+                yield text
+            if has_none and len(self.skipped) < NAMED:
+                self.skipped.append(f"{name} {place}" if self.skipped else f"{name} {place} is {reprlib.repr(record)}")
+            if has_none and (self.strict or self.counts["skipped"] == self.counts["records"] == CERTAIN):
+                raise self._refusal()
+
+    def _describe_skipped(self) -> str:
+        number, records = self.counts["skipped"], self.counts["records"]
+        places = ", ".join(self.skipped) + (", ..." if number > NAMED else "")
+        return f"{number:,} of {records:,} records, without a field {self.column} that is a string: {places}"
+
+    def _refusal(self) -> UserError:
+        """The error that names the first records without a text."""
+        advice = "name the field that is the text by --text-column, or mend or delete these records"
+        return UserError(f"{self.root} is refused for {self._describe_skipped()}; {advice}")
+
+
+def _read_record(folder: Path) -> dict[str, Any] | None:
+    """What the corpus in `folder` is made of; None if it is not complete, or if the note that says so is damaged."""
+    if not all((folder / name).exists() for name in ("train.parquet", "val.parquet", RECORD)):
+        return None
+    with contextlib.suppress(UserError, KeyError, AttributeError, TypeError):
+        record = read_json(folder / RECORD, "note of the corpus's files")
+        if all(len(about) == 3 for about in record["files"].values()):
+            return record
+    return None
 
 
 def _contents(record: dict[str, Any]) -> dict[str, Any]:
     """What a corpus is made of, by name. A copy of a file has another time, and the same content."""
-    checksums = {name: about[2] for name, about in record.get("files", {}).items()}
+    checksums = {name: about[2] for name, about in record["files"].items()}
     return {"rules of reading": record.get("rules"), "--text-column": record.get("column"), **checksums}
 
 
@@ -199,26 +263,6 @@ def _cut_before(text: str, end: int, reach: int) -> int:
     return next((place + length for place, length in places if place >= 0), end)
 
 
-def _documents(path: Path, column: str) -> Iterator[str]:
-    """The documents of a file. Raises UserError naming it, and the place in it."""
-    kind, codec = _kind(path.name)
-    if kind == ".parquet":
-        yield from chain.from_iterable(corpora.document_batches(path, column=column))
-        return
-    try:
-        with open(path, "rb") as file:
-            data = pa.CompressedInputStream(file, codec) if codec else file
-            with io.TextIOWrapper(data, encoding="utf-8-sig") as text:
-                yield from _pieces(text) if kind in (".txt", ".md") else _fields(path, text, column)
-    except UnicodeDecodeError:
-        advice = "convert it (such as by iconv -f LATIN1 -t UTF-8) or move it away"
-        raise UserError(f"{path} is not text in UTF-8; {advice}") from None
-    except OSError as error:
-        if error.filename is not None:
-            raise
-        raise UserError(f"{path} is damaged, or is not what its name says ({reason_of(error)})") from None
-
-
 def _pieces(stream: io.TextIOWrapper) -> Iterator[str]:
     """A text as one document; one of more than LONGEST characters comes in several."""
     text = ""
@@ -231,20 +275,11 @@ def _pieces(stream: io.TextIOWrapper) -> Iterator[str]:
     yield text
 
 
-class _NoField(UserError):
-    """The first record of a file of JSON has no text."""
-
-
-def _fields(path: Path, text: io.TextIOWrapper, column: str) -> Iterator[str]:
-    """The texts of a file of JSON that are not null."""
-    for place, record in _records(path, text):
-        field = record.get(column, 0) if isinstance(record, dict) else 0
-        if isinstance(field, str):
-            yield field
-        elif field is not None:
-            advice = "name the one that is by --text-column, or move the file away"
-            error = _NoField if place.endswith(" 1") else UserError
-            raise error(f"{path} needs a field {column} that is a string; {place} is {reprlib.repr(record)}; {advice}")
+def _text_in(record: Any, column: str) -> Any:
+    """The field of that name, or the one inside fields that the parts of a dotted name lead to; False if it lacks."""
+    for name in (column,) if isinstance(record, dict) and column in record else column.split("."):
+        record = record.get(name, False) if isinstance(record, dict) else False
+    return record
 
 
 def _records(path: Path, text: io.TextIOWrapper) -> Iterator[tuple[str, Any]]:

@@ -12,6 +12,7 @@ import pytest
 
 import tiny
 from nanochat_gka import corpus
+from nanochat_gka.data import own_text
 from nanochat_gka.data.corpora import ParquetCorpus
 from nanochat_gka.data.own_text import END_CHARS, LONGEST
 from tiny_pack import rewrite_json, write_parquet
@@ -161,14 +162,34 @@ def test_it_is_written_again_when_files_or_rules_change_and_a_copy_is_no_change(
     shutil.move(source, tmp_path / "moved")
     shutil.copytree(tmp_path / "moved", source, copy_function=shutil.copyfile)
     assert not is_written()
-    rewrite_json(out / "files.json", rules=None)
-    assert is_written()
+    for wrong in ({"rules": None}, {"files": []}, {"files": {"a.txt": 5}}):
+        rewrite_json(out / "files.json", **wrong)
+        assert is_written()
     write(source, {"b.txt": "same size 2", "d.txt": "new"})
     (source / "c.txt").unlink()
     assert is_written()
     assert "1 added (d.txt), 1 removed (c.txt), 1 changed (b.txt)" in capsys.readouterr().out
     (out / "val.parquet").unlink()  # or the command was killed
     assert is_written() and is_written(text_column="other")
+
+
+def test_few_records_without_text_are_skipped_and_named(tmp_path, capsys, monkeypatch):
+    """The corpus is that of the other records to the byte; where none of the first has text it is not read on."""
+    texts = [{"a": {"text": text}} for text in tiny.documents(1189, 0)]
+    wrong = [{"a": {"body": "x"}}, {"a": None}, {"a": {"text": 5}}, ["x"]] * 3
+    for name, records in (("own", [*wrong[:-1], *texts, wrong[-1]]), ("clean", texts)):
+        write(tmp_path / name, {"a.jsonl": "\n".join(map(json.dumps, records))})
+    made = [prepare(tmp_path / name, tmp_path / f"{name}-out", text_column="a.text") for name in ("own", "clean")]
+    output = capsys.readouterr().out
+    assert made[0] == made[1] and "12 of 1,201 records" in output
+    assert [f"a.jsonl line {number}" in output for number in (1, 10, 11)] == [True, True, False]
+    for file in ("train.parquet", "val.parquet"):
+        assert (tmp_path / "own-out" / file).read_bytes() == (tmp_path / "clean-out" / file).read_bytes()
+    with tiny.one_line_error("1 of 1 records, .*a.jsonl line 1 is .*body.*--text-column"):
+        prepare(tmp_path / "own", tmp_path / "own-out", text_column="a.text", strict=True)
+    monkeypatch.setattr(own_text, "CERTAIN", 11)
+    with tiny.one_line_error("11 of 11 records, "):
+        prepare(tmp_path / "own", tmp_path / "out", text_column="a.text")
 
 
 REFUSED = {
@@ -179,6 +200,7 @@ REFUSED = {
     "later": ({"a.json": lines("x") + '{"body": "y"}', "b.md": BOOK}, "a.json .*line 2"),
     "lines beside text": ({"a.jsonl": '{"body": "y"}', "b.md": BOOK}, "a.jsonl .*body"),
     "json alone": ({"a.json": '{"body": "y"}', "b.json": '{"text": "y"}'}, "a.json .*body"),
+    "one in a hundred": ({"a.jsonl": lines(*"x" * 99) + '{"text": 1e999}'}, "1 of 100 .*a.jsonl line 100 .*inf"),
     "broken": ({"a.jsonl": lines("x") + '{"text": '}, "a.jsonl is not JSON in line 2"),
     "deep": ({"a.json": "[" * 100_000}, "a.json is not JSON"),
     "cut off": ({"a.txt.gz": gzip.compress(os.urandom(5000))[:-20]}, "a.txt.gz is damaged"),
