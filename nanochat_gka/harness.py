@@ -9,6 +9,7 @@ run's checkpoints. What computes is the harness's own model `hf`, and its model_
 """
 
 import sys
+import traceback
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -85,16 +86,31 @@ class GKAModel(HFLM):
             raise UserError(f"the generation arguments (the task's, --gen_kwargs): {reason_of(error)}") from None
 
 
+def _is_of_the_tasks(error: Exception) -> bool:
+    """Whether an error is of the harness's tasks or their examples: nothing of a model was called."""
+    names = [frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return not any(name.startswith((__name__, "lm_eval.models")) for name in names[1:])  # the first is `main`
+
+
 def main() -> None:
     from lm_eval.__main__ import cli_evaluate
 
     try:
         cli_evaluate()
     except Exception as error:
-        if not isinstance(error, UserError) and not is_network(error):
+        message, code = reason_of(error), UserError.code
+        if isinstance(error, UserError):
+            code = error.code
+        elif is_network(error):
+            code = PassingFault.code
+        elif _is_of_the_tasks(error):
+            if not isinstance(error, OSError):
+                flags = "--tasks (python -m lm_eval ls tasks), --num_fewshot, --limit and --samples"
+                message = f"these tasks cannot be asked: {message}; check {flags}"
+        else:
             raise
-        print(f"\nerror: {reason_of(error)}", file=sys.stderr)  # a progress bar may be on the line
-        sys.exit(error.code if isinstance(error, UserError) else PassingFault.code)
+        print(f"\nerror: {message}", file=sys.stderr)  # a progress bar may be on the line
+        sys.exit(code)
 
 
 if __name__ == "__main__":

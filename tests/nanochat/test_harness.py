@@ -125,6 +125,12 @@ MISTAKES = [  # model_args (RUN is the run), flags, further arguments of `call`,
     ("run=RUN", ["--gen_kwargs", "max_gen_toks=64"], dict(types=["generate_until"]), ROOM),
     ("run=RUN", [], dict(docs=[doc("row"), doc("a row " * 60)]), LONG),
     ("run=RUN", [], EMPTY, "an answer to question 1 of multiple_choice is empty"),
+    ("run=RUN", ["--tasks", "hellaswagg"], {}, ".*Tasks not found: hellaswagg; check --tasks"),
+    ("run=RUN", [], dict(docs=[]), ".*StopIteration; check --tasks"),
+    ("run=RUN", ["--num_fewshot", "50"], {}, ".*larger than population.*--num_fewshot"),
+    ("run=RUN", ["--limit", "0"], {}, ".*did not find any docs.*--limit"),
+    ("run=RUN", ["--limit", "nan"], {}, ".*NaN.*--limit"),
+    ("run=RUN", ["--samples", '{"multiple_choice": [12]}'], {}, ".*--samples"),
 ]
 
 
