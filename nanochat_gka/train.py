@@ -13,16 +13,17 @@ the global token count and gradients are summed, so any number of processes comp
 
 import math
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Annotated, Any, Literal
 
 import torch
 from rich.progress import Progress
 
 from gka import bandwidth_warnings
-from nanochat_gka.core_metric.fetch import BundleFlags
+from nanochat_gka.core_metric.fetch import FETCHED, BundleFlags
 from nanochat_gka.core_metric.scoring import BATCH_TOKENS, CoreMetric, TaskScorer
 from nanochat_gka.data.loader import EvalRows, PackedData, RowStream, micro_batches, to_device
 from nanochat_gka.data.tokenizer import FILE_NAME
@@ -231,9 +232,23 @@ class Trainer(BaseTrainer):
             self.batch_size = memory.largest_that_runs(self.batch_size, self.dry_step, runtime)
         if config.core_metric_every > 0:  # a wrong bundle is an error now, not in 2,000 steps
             bundle = config.open_on_all(config.out.parent / "core", runtime)
-            limits = {"max_seq_len": self.model.rotary.length, "batch_tokens": BATCH_TOKENS[runtime.device.type]}
-            scorer = TaskScorer(self.model, self.data.tokenizer, runtime, **limits)
-            self.core = runtime.agree(lambda: CoreMetric(scorer, bundle, config.core_metric_max_per_task))
+            self.core = runtime.agree(lambda: self._core_of(bundle))
+
+    def check(self) -> dict[str, str]:
+        bundle = self.config.bundle or self.config.out.parent / "core" / FETCHED
+        if self.config.core_metric_every < 0:
+            return {}
+        if self.config.bundle is None and not bundle.exists():
+            return {"CORE": f"not checked, for it will be fetched from {self.config.bundle_url}"}
+        with TemporaryDirectory(prefix="gka-") as scratch:  # a zip file is unpacked there
+            tasks = self._core_of(replace(self.config, bundle=bundle).open_bundle(Path(scratch))).tasks
+        return {"CORE": f"{len(tasks)} tasks, {sum(len(examples) for _, examples, _ in tasks):,} examples"}
+
+    def _core_of(self, bundle: Path) -> CoreMetric:
+        """The tasks of a bundle's folder, and what scores them. Raises UserError for anything wrong in it."""
+        limits = {"max_seq_len": self.model.rotary.length, "batch_tokens": BATCH_TOKENS[self.runtime.device.type]}
+        scorer = TaskScorer(self.model, self.data.tokenizer, self.runtime, **limits)
+        return CoreMetric(scorer, bundle, self.config.core_metric_max_per_task)
 
     def announce(self) -> dict[str, Any]:
         config, runtime, horizon, say = self.config, self.runtime, self.horizon, self.runtime.print

@@ -1,5 +1,6 @@
 """Files that are either whole or absent: atomic writes, checksums, one writer at a time."""
 
+import errno
 import hashlib
 import json
 import os
@@ -30,6 +31,16 @@ def check_named(folder: Path, default: Path, holds: str) -> None:
     """
     if folder != default and not folder.is_dir():
         raise UserError(f"there is no folder {folder}; name one with {holds}")
+
+
+def check_writable(path: Path) -> None:
+    """Raises OSError, naming the place, if a file at `path` cannot be written or made; nothing is written."""
+    place = next(place for place in (path.absolute(), *path.absolute().parents) if place.exists())
+    code = 0 if os.access(place, os.W_OK) else errno.EACCES
+    if place.is_dir() == (place == path.absolute()):
+        code = errno.EISDIR if place.is_dir() else errno.ENOTDIR
+    if code:
+        raise OSError(code, os.strerror(code), str(place))
 
 
 def fsync(path: Path) -> None:

@@ -15,10 +15,10 @@ from trainkit_gka import signals
 from trainkit_gka.checkpoint import Checkpoint, load_newest
 from trainkit_gka.command import command_line, is_under_torchrun, write_note
 from trainkit_gka.distributed import Interrupted, Runtime, Stop, running
-from trainkit_gka.files import locked
+from trainkit_gka.files import check_writable, locked
 from trainkit_gka.plan import show_plan
 from trainkit_gka.profiling import Profiler
-from trainkit_gka.progress import LOG, RunLog, progress_bar, read_events
+from trainkit_gka.progress import LOG, RunLog, check_charts, progress_bar, read_events
 from trainkit_gka.results import append_result, check_appendable, date_of, describe_hardware, read_results
 from trainkit_gka.run_config import RunConfig
 from trainkit_gka.trainer import Trainer
@@ -37,7 +37,9 @@ def launch(config: RunConfig, make_trainer: Callable[[Any, Runtime, Checkpoint |
             trainer = runtime.agree(lambda: make_trainer(config, runtime, resume(config, runtime)))
             cleanup.callback(trainer.close)
             Profiler(trainer)  # checks --profile
-            show_plan(trainer)
+            check_charts(config)
+            check_writable(config.results)
+            show_plan(trainer, runtime.agree(lambda: trainer.check() if runtime.is_main else {}))
             return
 
         def prepare() -> tuple[Trainer, RunLog, Profiler]:

@@ -18,15 +18,15 @@ from trainkit_gka.trainer import Trainer
 UTILISATION = 0.4  # of a GPU's peak, where no run says how fast it is
 
 
-def show_plan(trainer: Trainer) -> None:
-    """Print the plan on rank 0. A collective: optimisers gather their state to measure it."""
+def show_plan(trainer: Trainer, checked: dict[str, str]) -> None:
+    """Print the plan, `Trainer.check`'s lines last, on rank 0. A collective: optimisers gather their state for it."""
     sizes = checkpoint_sizes(trainer)
     if not trainer.runtime.is_main:
         return
     for name, value in asdict(trainer.config).items():
         print(f"{flag_of(name):<28} {'none' if value in ('', None, ()) else value}")
     print()
-    for name, value in plan(trainer, sizes).items():
+    for name, value in (plan(trainer, sizes) | checked).items():
         print(f"{name:<28} {value}")
 
 

@@ -48,6 +48,7 @@ class RunLog:
         self.path = config.folder / LOG
         if not enabled:
             return
+        check_charts(config)
         # A checkpoint is written after its step's lines; at step 0 everything runs again.
         lines = [line for line in read_events(self.path) if resume_step and line["step"] <= resume_step]
         with atomic(self.path) as temporary:
@@ -56,8 +57,6 @@ class RunLog:
         if config.wandb != "disabled":
             self.wandb = _start_wandb(config)
         if config.tensorboard:
-            if reason := extras.missing("tensorboard", "tensorboard"):
-                raise UserError(f"--tensorboard: {reason}, or leave the flag out")
             from torch.utils.tensorboard import SummaryWriter
 
             purge_step = resume_step + 1 if resume_step else 0  # drop what a killed process wrote after the checkpoint
@@ -99,6 +98,14 @@ class RunLog:
             self.tensorboard.close()
 
 
+def check_charts(config: RunConfig) -> None:
+    """Raises UserError if a package that --wandb or --tensorboard needs is missing."""
+    if config.wandb != "disabled" and (reason := extras.missing("wandb", "wandb")):
+        raise UserError(f"--wandb {config.wandb}: {reason}, or leave --wandb disabled")
+    if config.tensorboard and (reason := extras.missing("tensorboard", "tensorboard")):
+        raise UserError(f"--tensorboard: {reason}, or leave the flag out")
+
+
 def finite(value: Any) -> Any:
     """`value` with every float that JSON cannot hold (NaN, infinity) replaced by None, at any depth."""
     if isinstance(value, dict):
@@ -123,7 +130,7 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
     """The records of a JSON-lines file. Other lines, such as a last one cut short by a kill, are skipped."""
     records = []
     for line in Path(path).read_text(errors="replace").splitlines() if Path(path).exists() else []:
-        with contextlib.suppress(json.JSONDecodeError):
+        with contextlib.suppress(ValueError, RecursionError):
             records.append(json.loads(line))
     return [record for record in records if isinstance(record, dict)]
 
@@ -177,8 +184,6 @@ def _start_wandb(config: RunConfig):
     mode = config.wandb
     file = config.folder / "wandb_id"
     variables = os.environ
-    if reason := extras.missing("wandb", "wandb"):
-        raise UserError(f"--wandb {mode}: {reason}, or leave --wandb disabled")
     import wandb
 
     try:

@@ -110,6 +110,10 @@ class Trainer(ABC):
     def prepare(self) -> None:  # noqa: B027 (most have nothing to prepare)
         """Prepare what takes all processes, such as data that one of them fetches, before `announce`."""
 
+    def check(self) -> dict[str, str]:
+        """For --dry-run, on rank 0: check what `prepare` would open, and write nothing. Returns lines of the plan."""
+        return {}
+
     def identity(self) -> dict[str, str]:
         """Names and values, such as hashes, that must be the same on every process, beside the progress."""
         return {}

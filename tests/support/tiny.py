@@ -104,6 +104,7 @@ not JSON
 {"event": "core", "step": 1}
 {"event": "start", "step": 1.5}
 """.splitlines()
+NOT_OF_THIS_RUN.append("[" * 100_000)
 
 
 def damage_log(path: Path, **missing: str) -> None:
