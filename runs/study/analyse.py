@@ -12,6 +12,7 @@ as often as too wide. With fewer than LEAST_FREEDOM degrees of freedom there is 
 """
 
 import itertools
+import json
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
@@ -32,7 +33,6 @@ from runs.study.train import (
     FORMS,
     HALF_VE,
     PAPER,
-    PLACES,
     PRESET,
     REPEATED,
     RIVAL,
@@ -45,12 +45,12 @@ from trainkit_gka.progress import console, read_lines
 
 PAGES = ("README.md", "runs/study/README.md", "runs/study/TABLES.md")
 TOKENS, FLOPS, TIME = AXES = ("equal tokens", "equal FLOPs", "equal time")
+NAMED = 5  # rows that an error names
 LEAST_FREEDOM = 4  # of an interval: five seeds, or three seeds at two places
 Place = tuple[int, int]  # layers, training tokens
 Speeds = dict[int, dict[str, float]]  # layers -> form -> tokens/s of a training step
 
 SMALLEST, LONGEST = (2, 2**20), (4, 2**22)
-COMMON = [place for place in PLACES if place[1] == 2**20]
 SCALED = (*REPEATED[:4], "VLT + offsets", "softmax without VE", "GGGA + offsets", "GGGGGA + offsets")
 AT_SMALLEST = [form for form in list(FORMS)[: list(FORMS).index(RIVAL) + 1] if fits(form, 2)]
 CONTENDERS = (PRESET, RIVAL, "GGGA + offsets + channels + gates", f"{HALF_VE} + channels")
@@ -111,19 +111,24 @@ def chosen_rows(path: Path, *metrics: str) -> list[dict[str, Any]]:
     """The rows whose learning rate was chosen for a comparison, each with its form and whether its rate is settled.
 
     Rows of before 0438d460 are in chosen.jsonl by their keys; later ones say it themselves. The last row of a key
-    counts. Raises UserError for a damaged row.
+    counts. Raises UserError for a damaged row, and for rows of several sets of data, which do not compare.
     """
     labels = {line["key"]: line for line in read_lines(path.with_name("chosen.jsonl"))}
     kind = "study-vision" if path.name.startswith("vision_") else "study"
-    newest = {row["key"]: row for row in records(path, *metrics, kind=kind)}
+    newest = {row["key"]: row for row in records(path, "key", "trial", "data", *metrics, kind=kind)}
     chosen = [{**row, **labels.get(key, {})} for key, row in newest.items() if key in labels or row.get("chosen")]
     known = dict.fromkeys(one["form"] for key, one in labels.items() if key in newest)
     order = {form: number for number, form in enumerate(known)}
     chosen.sort(key=lambda row: order.get(row["form"], len(order)))
-    same = [row for row in chosen if row["data"] == chosen[0]["data"]]
-    if len(same) < len(chosen):
-        console.print(f"{path}: {len(chosen) - len(same)} rows of other data are left out", highlight=False)
-    return same
+    by_data: dict[str, list[str]] = {}
+    for row in chosen:
+        by_data.setdefault(json.dumps(row["data"], sort_keys=True), []).append(row["key"])
+    if len(by_data) > 1:
+        fewest = min(by_data.values(), key=len)
+        names = ", ".join(fewest[:NAMED]) + (f" and {len(fewest) - NAMED} more" if len(fewest) > NAMED else "")
+        problem = f"{path} has rows of {len(by_data)} sets of data, whose losses do not compare"
+        raise UserError(f"{problem}; move those of one set, with the keys {names}, to a file of another name")
+    return chosen
 
 
 def speeds_of(folder: Path) -> Speeds:
@@ -158,6 +163,7 @@ class Study:
         self.cells: dict[tuple[str, int, int], pd.DataFrame] = {
             place: cell.set_index("seed").sort_index() for place, cell in cells
         }
+        self.places = sorted({(depth, tokens) for _, depth, tokens in self.cells})
         self.intervals = cache(self._intervals)
 
     @classmethod
@@ -192,8 +198,8 @@ class Study:
         if axis == TOKENS:
             return (ours - self.at(baseline, place).loss).dropna()
         size, best = self.cost(form, place, axis), pd.Series(dtype=float)
-        for depth, budgets in BUDGETS.items():
-            curve = [(depth, tokens) for tokens in budgets if self.has(baseline, (depth, tokens))]
+        for depth in {place[0]: None for place in self.places}:
+            curve = [one for one in self.places if one[0] == depth and self.has(baseline, one)]
             sizes = [self.cost(baseline, one, axis) for one in curve]
             if not sizes or not min(sizes) <= size:
                 continue
@@ -205,7 +211,7 @@ class Study:
         return best
 
     def _intervals(self, form: str, baseline: str, axis: str) -> dict[Place, Interval]:
-        places = [place for place in PLACES if self.has(form, place) and self.has(baseline, place)]
+        places = [place for place in self.places if self.has(form, place) and self.has(baseline, place)]
         differences = {place: self.difference(form, baseline, place, axis) for place in places}
         return intervals({place: one for place, one in differences.items() if len(one)})
 
@@ -260,17 +266,16 @@ def smallest(study: Study) -> Table:
 
 
 def sizes(study: Study) -> Table:
-    """The loss of every form at every depth and budget."""
-    rows = [
-        [form, *(study.loss(form, place) if fits(form, place[0]) else "" for place in PLACES)]
-        for form in (*SCALED, PRESET, RIVAL)
-    ]
-    cells = [study.at(form, place).loss for form in REPEATED for place in PLACES if study.has(form, place)]
+    """The loss of the forms at every depth and budget that one of them was trained at."""
+    forms = [form for form in (*SCALED, PRESET, RIVAL) if any(study.has(form, place) for place in study.places)]
+    places = [place for place in study.places if any(study.has(form, place) for form in forms)]
+    rows = [[form, *(study.loss(form, place) if fits(form, place[0]) else "" for place in places)] for form in forms]
+    cells = [study.at(form, place).loss for form in REPEATED for place in places if study.has(form, place)]
     repeated = [cell for cell in cells if len(cell) > 1]
     freedom = sum(len(cell) - 1 for cell in repeated)
     deviation = math.sqrt(sum(cell.var() * (len(cell) - 1) for cell in repeated) / freedom) if freedom else math.nan
     note = f"Standard deviation over seeds, pooled over {len(repeated)} trials: {deviation:.4f}."
-    return Table.of(["", *map(name_of, PLACES)], rows, notes=[note] if freedom else [])
+    return Table.of(["", *map(name_of, places)], rows, notes=[note] if freedom else [])
 
 
 def pairs(forms: Iterable[str]) -> list[tuple[str, str]]:
@@ -281,18 +286,20 @@ def pairs(forms: Iterable[str]) -> list[tuple[str, str]]:
 
 def differences(study: Study) -> Table:
     """Forms with most seeds over both baselines, at the budget that all depths have."""
+    common = [place for place in study.places if place[1] == 2**20]
     rows = []
     for form, baseline in pairs(REPEATED):
-        if any(study.interval(form, baseline, place) for place in COMMON):
-            seeds = " / ".join(study.seeds(form, baseline, place) for place in COMMON)
-            rows.append([form, baseline, *(study.over(form, baseline, place) for place in COMMON), seeds])
-    return Table.of(["", "over", *(f"depth {place[0]}" for place in COMMON), "seeds"], rows, words=2)
+        if any(study.interval(form, baseline, place) for place in common):
+            seeds = " / ".join(study.seeds(form, baseline, place) for place in common)
+            rows.append([form, baseline, *(study.over(form, baseline, place) for place in common), seeds])
+    return Table.of(["", "over", *(f"depth {place[0]}" for place in common), "seeds"], rows, words=2)
 
 
 def differences_longer(study: Study) -> Table:
     """The same with other budgets, and at equal FLOPs and time."""
     rows = []
-    places = [place for place in PLACES if place[1] != 2**20 or min(BUDGETS[place[0]]) < 2**20]
+    shortest = {place[0]: place[1] for place in reversed(study.places)}
+    places = [place for place in study.places if place[1] != 2**20 or shortest[place[0]] < 2**20]
     for form, baseline in [*pairs([*REPEATED, HALF_VE, PRESET]), (PRESET, RIVAL)]:
         for place in (place for place in places if study.interval(form, baseline, place)):
             ways = [study.over(form, baseline, place, axis) for axis in AXES]
@@ -325,6 +332,7 @@ def forms(study: Study) -> Table:
 def preset(study: Study) -> Table:
     """The preset over softmax, with ever more of what the preset has."""
     axes, baselines = (TOKENS, TIME), ("softmax", CONTROL, RIVAL)
+    baselines = [form for form in baselines if study.interval(PRESET, form, LONGEST)]
     rows = [[form, *(study.over(PRESET, form, LONGEST, axis) for axis in axes)] for form in baselines]
     return Table.of(["the preset over", *axes], rows)
 
@@ -337,7 +345,8 @@ def counts(study: Study) -> Table:
         known = [one for one in known if not math.isnan(one.low)]
         ahead = sum(one.high < 0 for one in known)
         behind = sum(one.low > 0 for one in known)
-        rows.append([baseline, axis, *map(str, (ahead, len(known) - ahead - behind, behind))])
+        if known:
+            rows.append([baseline, axis, *map(str, (ahead, len(known) - ahead - behind, behind))])
     return Table.of(["the preset over", "at", "ahead", "level", "behind"], rows, words=2)
 
 
@@ -498,7 +507,7 @@ def draw_time(study: Study, name: str, path: Path) -> None:
     """Loss against the minutes of training; lines join the trainings that no faster one of the form beats."""
     figure, [axis] = panels(1, 1, 5.4)
     for form in LOOKS:
-        cells = [(study.cost(form, p, TIME) / 60, study.at(form, p).loss) for p in PLACES if study.has(form, p)]
+        cells = [(study.cost(form, p, TIME) / 60, study.at(form, p).loss) for p in study.places if study.has(form, p)]
         known = sorted((minutes, loss.mean(), loss.std()) for minutes, loss in cells if not math.isnan(minutes))
         for minutes, loss, spread in known:
             axis.errorbar(minutes, loss, 0 if math.isnan(spread) else spread, **style(form, linestyle="none"))
@@ -567,7 +576,8 @@ def main(config: AnalyseConfig) -> None:
         raise UserError(f"no results in {config.results}; python -m runs.study.train writes some")
     if not (config.write or config.check):
         for name, tables in TABLES.items():
-            print(f"\n{name}\n", *(f"\n{table.markdown()}" for table in tables(config.results)), sep="\n")
+            if filled := [table for table in tables(config.results) if table.rows]:
+                print(f"\n{name}\n", *(f"\n{table.markdown()}" for table in filled), sep="\n")
         return
     builders = {name: partial(tables, config.results) for name, tables in TABLES.items()}
     pages.write(builders, PAGES, "python -m runs.study.analyse --write", config.check, mark="study")

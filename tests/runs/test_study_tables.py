@@ -49,16 +49,31 @@ def test_at_equal_flops_the_baselines_best_is_read_from_a_parabola():
     assert study.cost("GKA", (2, 2**21), TIME) == 2**21 and math.isnan(study.cost("softmax", (2, 2**21), TIME))
 
 
-def test_the_last_row_of_a_key_counts_and_other_data_is_left_out(tmp_path, capsys):
-    first, again = row("GKA", (2, 2**20), 0, 2.0), row("GKA", (2, 2**20), 0, 1.9)
-    other = row("GKA", (2, 2**20), 1, 9.0, data=2)
-    tried = row("GKA", (2, 2**20), 2, 1.0, chosen=False)
-    old = {name: value for name, value in row("x", (2, 2**20), 3, 1.8).items() if name not in ("form", "chosen")}
-    write_lines(tmp_path / "text.jsonl", first, again, other, tried, old)
+def test_the_last_row_of_a_key_counts_and_rows_of_two_texts_are_refused(tmp_path):
+    path, place = tmp_path / "text.jsonl", (2, 2**20)
+    rows = [row("GKA", place, 0, 2.0), row("GKA", place, 0, 1.9), row("GKA", place, 2, 1.0, chosen=False)]
+    old = {name: value for name, value in row("x", place, 3, 1.8).items() if name not in ("form", "chosen")}
+    write_lines(path, *rows, old)
     write_lines(tmp_path / "chosen.jsonl", {"key": old["key"], "form": "softmax", "rate": 1.0, "settled": True})
-    computed = [(one["form"], one["metrics"]["val_bpb"]) for one in chosen_rows(tmp_path / "text.jsonl", "val_bpb")]
+    computed = [(one["form"], one["metrics"]["val_bpb"]) for one in chosen_rows(path, "val_bpb")]
     assert computed == [("softmax", 1.8), ("GKA", 1.9)]
-    assert "1 rows of other data are left out" in capsys.readouterr().out
+    for foreign in ([], [old]):  # one at the beginning and one at the end
+        write_lines(path, *foreign, row("GKA", place, 1, 9.0, data=2), *rows, old)
+        with pytest.raises(UserError, match=r"text\.jsonl .*GKA \(2, 1048576\) 1, to"):
+            chosen_rows(path, "val_bpb")
+
+
+def test_tables_have_the_sizes_that_were_trained_alone(tmp_path, capsys):
+    rows = [row(form, (3, 2**18), seed, 1.5) for form in (CONTROL, PRESET) for seed in range(3)]
+    study = Study(rows, {})
+    table = analyse.sizes(study)
+    assert (table.headings[1:], [line[0] for line in table.rows]) == (["depth 3, 2^18"], [CONTROL, PRESET])
+    assert [study.over(PRESET, CONTROL, place) for place in study.places] == ["+0.000"]
+    for empty in (analyse.preset, analyse.counts, analyse.differences):
+        assert not empty(study).rows
+    write_lines(tmp_path / "text.jsonl", *rows)
+    analyse.main(analyse.AnalyseConfig(results=tmp_path))
+    assert "not run" not in capsys.readouterr().out
 
 
 def test_counts_are_of_places_with_several_seeds():
