@@ -5,7 +5,7 @@ import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,8 @@ from trainkit_gka.progress import console, progress_bar, read_events
 from trainkit_gka.workers import cores
 
 START_SECONDS = 6.0  # what a command needs before it trains, most of it for importing PyTorch
-POLL_SECONDS, LINE_SECONDS = 0.2, 15.0  # between looks at the logs; between lines where there is no terminal
+POLL_SECONDS = 0.2  # between looks at the logs
+OUTPUT = "output.txt"  # in the folder of a job
 
 
 def start(module: str, flags: Sequence[Any], ranks: int = 1, **options: Any) -> subprocess.Popen:
@@ -42,11 +43,11 @@ def run(module: str, flags: Sequence[Any]) -> None:
         sys.exit(code)
 
 
-@dataclass
+@dataclass(eq=False)
 class Job:
     """A command in the background whose log is followed.
 
-    folder: of its log and its output. steps: how many it takes. seconds: how long it should take with one core of two.
+    folder: of its log and its output. steps: how many it takes. cost: its work, in a unit that all jobs share.
     finish_keys: what the record at the end of its log must have. environment: further variables.
     """
 
@@ -55,7 +56,7 @@ class Job:
     flags: list
     folder: Path
     steps: int
-    seconds: float = 1.0
+    cost: float = 1.0
     ranks: int = 1
     finish_keys: tuple[str, ...] = ()
     environment: dict[str, str] = field(default_factory=dict)
@@ -74,72 +75,83 @@ class Job:
 
     def printed(self) -> list[str]:
         """The lines that the newest start printed."""
-        output = (self.folder / "output.txt").read_text(errors="replace")
+        output = (self.folder / OUTPUT).read_text(errors="replace")
         return output[self.previous_output :].strip().splitlines()
 
     def start(self, threads: int) -> None:
-        """Start the command with this many threads; what it prints goes to output.txt in its folder."""
+        """Start the command with this many threads; what it prints goes to OUTPUT in its folder."""
         self.folder.mkdir(parents=True, exist_ok=True)
         environment = {**os.environ, **self.environment, "OMP_NUM_THREADS": str(threads)}
-        with open(self.folder / "output.txt", "a+", errors="replace") as output:
+        with open(self.folder / OUTPUT, "a+", errors="replace") as output:
             output.seek(0)
             self.previous_output = len(output.read())
             streams = {"stdout": output, "stderr": subprocess.STDOUT}
             self.process = start(self.module, self.flags, self.ranks, env=environment, **streams)
 
 
-def run_side_by_side(jobs: list[Job], at_once: int) -> None:
-    """Run the jobs, `at_once` together with the cores shared among them.
+class SideBySide:
+    """Runs jobs, `at_once` together with the cores shared among them. Ctrl-C and other signals let all save first."""
 
-    Leaves with the last line of the first failure, its file and its exit code. Ctrl-C and other signals let all save
-    first.
-    """
-    threads, printed = max(1, cores() // at_once), time.monotonic()
-    waiting, running = list(jobs), []
-    total = sum(job.seconds for job in jobs)
-    with progress_bar() as bar, signals.passed_on(lambda: [job.process for job in running]):
-        tasks = {job.name: bar.add_task(job.name, total=job.steps, status="") for job in jobs}
-        all_jobs = bar.add_task("all of it", total=total, status="")
-        try:
-            while waiting or running:
-                while waiting and len(running) < at_once:
-                    waiting[0].start(threads)
-                    running.append(waiting.pop(0))
-                time.sleep(POLL_SECONDS)
-                done, lines = total - sum(job.seconds for job in [*waiting, *running]), []
-                for job in list(running):
-                    step, status = job.progress()
-                    if job.process.poll() is not None:
-                        running.remove(job)
-                        if job.process.returncode:
-                            leave_with(job, running)
-                        step = job.steps
-                    done += job.seconds * min(1.0, step / job.steps)
-                    bar.update(tasks[job.name], completed=step, status=status)
-                    lines.append(f"{job.name}: step {step:,} of {job.steps:,}")
-                bar.update(all_jobs, completed=done)
-                if not console.is_terminal and time.monotonic() - printed > LINE_SECONDS:
-                    printed = time.monotonic()
-                    console.print(f"  {', '.join(lines)}; {done / total:.0%} in all", highlight=False, markup=False)
-        except (KeyboardInterrupt, signals.Stopped):
-            for job in running:  # they have the signal too
-                job.process.wait()
-            raise
+    LINE_SECONDS = 15.0  # between lines where there is no terminal
 
+    def __init__(self, jobs: list[Any], at_once: int):
+        self.jobs, self.at_once = jobs, at_once
+        self.running: list[Any] = []
 
-def end(jobs: Iterable[Job]) -> None:
-    """Ask the jobs that still run to end, and wait: they save first."""
-    jobs = list(jobs)
-    for job in jobs:
-        job.process.terminate()
-    for job in jobs:
-        job.process.wait()
+    def remaining(self) -> list[Any]:
+        """The jobs that have not ended."""
+        return [job for job in self.jobs if job.process is None or job in self.running]
 
+    def may_start(self, job: Any) -> bool:
+        """Whether a remaining job that does not run may start now."""
+        return True
 
-def leave_with(failed: Job, running: list[Job]) -> None:
-    """End the jobs that still run, and leave with the failed job's last line and exit code."""
-    end(running)
-    code = failed.process.returncode
-    message = f"error: {failed.name} ended with exit code {code}; what it printed is in {failed.folder / 'output.txt'}"
-    print(*failed.printed()[-1:], message, sep="\n", file=sys.stderr)
-    sys.exit(code if code > 0 else 128 - code)  # a signal's, as in a shell
+    def ended(self, job: Any) -> None:
+        """Called when a job has ended: leaves with the last line, the file and the exit code of one that failed."""
+        if code := job.process.returncode:
+            message = f"error: {job.name} ended with exit code {code}; what it printed is in {job.folder / OUTPUT}"
+            print(*job.printed()[-1:], message, sep="\n", file=sys.stderr)
+            sys.exit(code if code > 0 else 128 - code)  # a signal's, as in a shell
+
+    def run(self) -> None:
+        """Run until nothing remains."""
+        tasks: dict[Any, Any] = {}
+        total, printed = sum(job.cost for job in self.jobs), time.monotonic()
+        with progress_bar() as bar, signals.passed_on(lambda: [job.process for job in self.running]):
+            all_jobs = bar.add_task("all of it", total=100, status="")
+            try:
+                while remaining := self._look():
+                    cost, lines = sum(job.cost for job in remaining), []
+                    for job in tasks.keys() - self.running:
+                        bar.remove_task(tasks.pop(job))
+                    for job in self.running:
+                        step, status = job.progress()
+                        if job not in tasks:
+                            tasks[job] = bar.add_task(job.name, total=job.steps, status="")
+                        bar.update(tasks[job], completed=step, status=status)
+                        cost -= job.cost * min(1.0, step / job.steps)
+                        lines.append(f"{job.name}: step {step:,} of {job.steps:,}")
+                    bar.update(all_jobs, completed=100 * (1 - cost / total))
+                    if not console.is_terminal and time.monotonic() - printed > self.LINE_SECONDS:
+                        printed = time.monotonic()
+                        text = f"  {', '.join(lines)}; {1 - cost / total:.0%} in all"
+                        console.print(text, highlight=False, markup=False)
+                    time.sleep(POLL_SECONDS)
+            except BaseException as error:
+                for job in self.running if not isinstance(error, signals.Stopped) else ():  # they have that signal
+                    job.process.terminate()
+                for job in self.running:
+                    job.process.wait()
+                raise
+
+    def _look(self) -> list[Any]:
+        """Take out the jobs that have ended, and start others. Returns those that remain."""
+        for job in [job for job in self.running if job.process.poll() is not None]:
+            self.running.remove(job)
+            self.ended(job)
+        remaining = self.remaining()
+        for job in remaining:
+            if len(self.running) < self.at_once and job not in self.running and self.may_start(job):
+                job.start(max(1, cores() // self.at_once))
+                self.running.append(job)
+        return remaining

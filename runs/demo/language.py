@@ -4,9 +4,9 @@ Every step is the command that a full run would take: corpus, tokenizer, pack, t
 """
 
 import itertools
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from gka.kinds import KINDS
 from nanochat_gka.train import Trainer
@@ -22,25 +22,13 @@ VOCAB, SEQUENCE_LEN, STEP_TOKENS = 2048, 256, 2048
 DEPTH, STEPS = 4, 400
 # nanochat's rule would shrink the rates 16-fold at this batch. These undo that, times the 2 at which the softmax
 # baseline is best (runs/log/2026-11-21-learning-rates-of-the-demo.md).
-TRAIN_FLAGS = {
-    "aspect-ratio": 32,
-    "head-dim": 32,
-    "total-batch-size": STEP_TOKENS,
-    "device-batch-size": 8,
-    "matrix-lr": 0.64,
-    "embedding-lr": 9.6,
-    "unembedding-lr": 0.128,
-    "scalar-lr": 16.0,
-    "sigma-lr": 0.08,
-    "eval-every": 200,
-    "eval-tokens": 51200,
-    "sample-every": -1,
-    "save-every": 100,
-    "log-every": 20,
-    "device-type": "cpu",
-}
+MODEL_FLAGS = ["--aspect-ratio", 32, "--head-dim", 32, "--total-batch-size", STEP_TOKENS, "--device-batch-size", 8]
+RATE_FLAGS = ["--matrix-lr", 0.64, "--embedding-lr", 9.6, "--unembedding-lr", 0.128, "--scalar-lr", 16.0]
+RATE_FLAGS += ["--sigma-lr", 0.08]
+REPORT_FLAGS = ["--eval-tokens", 51200, "--log-every", 20]
+PACE_FLAGS = ["--eval-every", 200, "--sample-every", -1, "--save-every", 100, "--device-type", "cpu"]
 PROMPTS = ["The ", "Return the ", "If the "]
-SAMPLE_FLAGS = {"max-tokens": 40, "temperature": 0.8, "unconditioned": 0, "device-type": "cpu"}
+SAMPLE_FLAGS = ["--max-tokens", 40, "--temperature", 0.8, "--unconditioned", 0, "--device-type", "cpu"]
 SAMPLES = "samples.jsonl"
 COLUMNS = {  # of a table of language models: heading and format
     "parameters": ("parameters", "{:,}"),
@@ -60,8 +48,7 @@ OFFSETS_NOTE = (
 SECONDS_PER_STEP, SECONDS_PER_SAMPLE = 0.29, 9.0
 
 
-@dataclass(frozen=True)
-class Variant:
+class Variant(NamedTuple):
     """A model of the demo: what tables call it, and the trainer's flags that make it."""
 
     label: str
@@ -87,11 +74,6 @@ def run_tag(name: str, depth: int = DEPTH, steps: int = STEPS) -> str:
     return f"d{depth}-{name}-{steps}"
 
 
-def words(flags: dict[str, Any]) -> list[Any]:
-    """A dictionary of flags as words of a command line."""
-    return [word for name, value in flags.items() for word in (f"--{name}", value)]
-
-
 def prepare(out: Path) -> None:
     """Make the corpus, the tokenizer and the packed rows in `out`."""
     corpus, tokenizer, packed = out / "corpus", out / "tokenizer", out / "packed"
@@ -101,39 +83,41 @@ def prepare(out: Path) -> None:
     run("nanochat_gka.pack", ["--corpus", corpus, "--tokenizer", tokenizer, *rows, "--out", packed])
 
 
-def train_job(out: Path, folder: Path, variant: Variant, tag: str, depth: int, steps: int, **changed: Any) -> Job:
-    """The command that trains a language model on the rows in `out`, with its run in `folder`. changed: flags."""
-    flags = {"data": out / "packed", "out": folder, "results": out / "train.jsonl", "model-tag": tag}
-    flags |= {"depth": depth, "num-iterations": steps, **TRAIN_FLAGS, **changed}
+def train_job(out: Path, place: Path, variant: Variant, tag: str, depth: int, steps: int, *more: Any) -> Job:
+    """The command that trains a language model on the rows in `out`, with its run in `place`. more: flags."""
+    flags = ["--data", out / "packed", "--out", place, "--model-tag", tag, "--depth", depth, "--num-iterations", steps]
     return Job(
         name=variant.label,
         module="nanochat_gka.train",
-        flags=[*words(flags), *variant.flags],
-        folder=folder / tag,
+        flags=[*flags, *MODEL_FLAGS, *RATE_FLAGS, *PACE_FLAGS, *more, *variant.flags],
+        folder=place / tag,
         steps=steps,
-        seconds=START_SECONDS + SECONDS_PER_STEP * steps * depth / DEPTH,
+        cost=START_SECONDS + SECONDS_PER_STEP * steps * depth / DEPTH,
         finish_keys=Trainer.FINISH_KEYS,
     )
 
 
 def train_jobs(out: Path, depth: int, steps: int, ranks: int, wandb: str) -> dict[str, Job]:
     """Label -> the command that trains this language model."""
-    tags = {name: run_tag(name, depth, steps) for name in VARIANTS}
-    jobs = [train_job(out, out / "runs", v, tags[name], depth, steps, wandb=wandb) for name, v in VARIANTS.items()]
+    more = *REPORT_FLAGS, "--results", out / "train.jsonl", "--wandb", wandb
+    jobs = [
+        train_job(out, out / "runs", v, run_tag(name, depth, steps), depth, steps, *more)
+        for name, v in VARIANTS.items()
+    ]
     return {job.name: replace(job, ranks=ranks) for job in jobs}
 
 
 def timing_jobs(out: Path, folder: Path, depth: int, steps: int, ranks: int, count: int) -> list[Job]:
     """The commands that train `count` models for some steps, to see how long a step takes with all of them at work."""
-    brief = {"eval-tokens": STEP_TOKENS, "log-every": steps, "results": folder / "timed.jsonl"}
+    brief = "--eval-tokens", STEP_TOKENS, "--log-every", steps, "--results", folder / "timed.jsonl"
     chosen = zip(range(count), itertools.cycle(VARIANTS.values()))
-    jobs = [train_job(out, folder, variant, f"timing-{n}", depth, steps, **brief) for n, variant in chosen]
-    return [replace(job, name=job.folder.name, ranks=ranks, seconds=1.0) for job in jobs]
+    jobs = [train_job(out, folder, variant, f"timing-{n}", depth, steps, *brief) for n, variant in chosen]
+    return [replace(job, name=job.folder.name, ranks=ranks, cost=1.0) for job in jobs]
 
 
 def sample_jobs(trained: dict[str, Job]) -> list[Job]:
     """The commands that continue the prompts, for the models that have no samples yet."""
-    flags = ["--eval", "sample", "--prompt", *PROMPTS, *words(SAMPLE_FLAGS)]
+    flags = ["--eval", "sample", "--prompt", *PROMPTS, *SAMPLE_FLAGS]
     return [
         Job(
             name=f"text by {label}",
@@ -141,7 +125,7 @@ def sample_jobs(trained: dict[str, Job]) -> list[Job]:
             flags=["--run", job.folder, *flags, "--results", job.folder / SAMPLES],
             folder=job.folder / "text",  # not the run's, whose log counts the training's steps
             steps=1,
-            seconds=SECONDS_PER_SAMPLE,
+            cost=SECONDS_PER_SAMPLE,
         )
         for label, job in trained.items()
         if not read_results(job.folder / SAMPLES, "samples")

@@ -66,7 +66,7 @@ def train_job(kind: Kind, seed: int, epochs: int, folder: Path, results: Path, w
         flags=[*flags, "--out", folder, "--results", results, "--wandb", wandb],
         folder=folder / tag,
         steps=epochs * (num_images() // BATCH_SIZE),
-        seconds=START_SECONDS + SECONDS_PER_EPOCH * epochs,
+        cost=START_SECONDS + SECONDS_PER_EPOCH * epochs,
         finish_keys=(*Trainer.FINISH_KEYS, "ema_top1"),
     )
 

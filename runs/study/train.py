@@ -20,7 +20,6 @@ import shlex
 import shutil
 import statistics
 import sys
-import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -33,13 +32,12 @@ from nanochat_gka.data.shards import MANIFEST
 from nanochat_gka.model.accounting import flops_per_token, meta_model
 from nanochat_gka.model.config import ModelFlags
 from nanochat_gka.training.optim import OptimConfig
-from runs.jobs import Job, end
+from runs.jobs import Job, SideBySide
 from trainkit_gka import signals
 from trainkit_gka.cli import Bounds, UserError, run
 from trainkit_gka.files import locked, read_json, write_json
-from trainkit_gka.progress import clock_text, console, progress_bar, read_events, read_lines
+from trainkit_gka.progress import clock_text, console, read_events, read_lines
 from trainkit_gka.results import append_line, date_of, git_commit, read_results
-from trainkit_gka.workers import cores
 
 # The forms, as flags of nanochat_gka.train. channel_rate and gate_rate multiply the learning rates of channel
 # bandwidths and head gates.
@@ -139,7 +137,6 @@ IMAGE_FORMS: dict[str, tuple[str, tuple[str, ...], int]] = {
 IMAGE_SEEDS = (0, 1, 2, 3, 4)
 HELD_OUT = 0.1  # of the training images, on which the rates were chosen; its count is part of the keys
 
-LOOK_EVERY = 0.3  # seconds between two looks at the running trainings
 MOST_STARTS = 3  # of a training that a signal ended, such as the system's when memory is short
 RECORD = "results.jsonl"  # in a run's folder, written by the trainer
 
@@ -181,36 +178,37 @@ class TrainConfig:
     """Device to train on; auto takes CUDA if there is one."""
 
 
-@dataclass
-class Training:
-    """A cell as a command. key: a hash of all that is computed. trial, data, further: of its row.
+@dataclass(kw_only=True, eq=False)
+class Training(Job):
+    """A cell as a command, whose cost is in FLOPs of text or in images. trial, data, further (flags): of its row.
 
-    cost: FLOPs of text, images of images; by it the time of what is left is estimated. metrics: of its row, from the
-    trainer's record and the folder.
+    command: trains it again. metrics: of its row, from the trainer's record and the folder.
     """
 
     form: str
     key: str
     trial: dict[str, Any]
     data: dict[str, Any]
-    further: list[str]  # flags
-    cost: float
+    further: list[str]
     command: str
     metrics: Callable[[dict[str, Any], Path], dict[str, Any]]
-    job: Job
+    starts: int = 0
 
 
-def key_of(computed: dict[str, Any]) -> str:
-    """A hash of everything that is computed."""
-    return hashlib.sha256(json.dumps(computed, sort_keys=True).encode()).hexdigest()[:16]
+def training_of(
+    config: TrainConfig, results: str, source: Path, words: list, keyed: dict[str, Any], cell: list, **about: Any
+) -> Training:
+    """A training on `source`, rows or images. results: the name of the results file. words: flags of the trainer.
 
-
-def job_of(config: "TrainConfig", name: str, label: str, key: str, data: Path, **about: Any) -> Job:
-    """The trainer's command. name: of the results file. data: rows or images. about: further fields, `flags` too."""
-    folder = config.runs / name / key
-    places = ["--data", data, "--out", folder.parent, "--model-tag", key, "--results", folder / RECORD]
-    about["flags"] = [*places, "--device-type", config.device_type, *about["flags"]]
-    return Job(name=label, folder=folder, **about)
+    keyed: everything that is computed; its hash is the key. cell: flags of this program that name the cell.
+    """
+    key = hashlib.sha256(json.dumps(keyed, sort_keys=True).encode()).hexdigest()[:16]
+    folder, further = config.runs / results / key, shlex.split(config.flags)
+    flags = ["--data", source, "--out", folder.parent, "--model-tag", key, "--results", folder / RECORD]
+    flags += ["--device-type", config.device_type, *words, *further]
+    cell += [f"--flags={config.flags}"] if further else []
+    command = shlex.join(["python", "-m", "runs.study.train", *map(str, cell)])
+    return Training(key=key, folder=folder, flags=flags, further=further, command=command, **about)
 
 
 # Text
@@ -251,7 +249,6 @@ def text_training(
     trial = {**trial, "dtype": "bfloat16", "head_dim": HEAD_DIM, **FORMS[form]}
     computed = computed_of(trial)
     steps = tokens // batch
-    further = shlex.split(config.flags)
     if not steps:
         raise UserError(f"--tokens {tokens}: a step with {depth} layers has {batch} tokens")
     words = ["--compile", "on" if depth >= COMPILED_FROM else "off", "--eval-tokens", EVAL_TOKENS, "--sample-every", -1]
@@ -264,22 +261,25 @@ def text_training(
     shape = {flag: value for flag, value in computed.items() if flag in LEFT_OUT and flag != "aspect_ratio"}
     model = ModelFlags(**shape).shape(depth, manifest["sequence_len"], manifest["vocab_size"])
     keyed = {flag: value for flag, value in computed.items() if value != LEFT_OUT.get(flag)}
-    key = key_of(keyed | {"eval_tokens": EVAL_TOKENS, "data": data, **({"flags": further} if further else {})})
-    cell = ["--forms", form, "--depths", depth, "--tokens", tokens, "--seeds", seed]
-    job = job_of(
+    keyed |= {"eval_tokens": EVAL_TOKENS, "data": data}
+    keyed |= {"flags": shlex.split(config.flags)} if config.flags else {}
+    return training_of(
         config,
         name,
-        f"{form}, {depth} layers, {tokens:,} tokens, seed {seed}",
-        key,
         config.data,
+        words,
+        keyed,
+        ["--data", config.data, "--forms", form, "--depths", depth, "--tokens", tokens, "--seeds", seed],
+        name=f"{form}, {depth} layers, {tokens:,} tokens, seed {seed}",
         module="nanochat_gka.train",
-        flags=[*words, *further],
         steps=steps,
+        cost=tokens * flops_per_token(meta_model(model)),
         finish_keys=("val_bpb", "train_bpb", "tokens_per_second", "sigma"),
+        form=form,
+        trial=trial,
+        data=data,
+        metrics=text_metrics,
     )
-    cost = tokens * flops_per_token(meta_model(model))
-    command = command_of(["--data", config.data, *cell], config)
-    return Training(form, key, trial, data, further, cost, command, text_metrics, job)
 
 
 def computed_of(trial: dict[str, Any]) -> dict[str, Any]:
@@ -326,28 +326,31 @@ def image_training(config: TrainConfig, folder: Path, data: dict[str, Any], form
     model = ["--model", model_name("tiny", "gka"), "--attention", attention, "--model-kwargs", *IMAGE_MODEL, *keywords]
     length = ["--epochs", epochs, "--batch-size", IMAGE_BATCH, "--seed", seed, "--lr", LR]
     words = [str(word) for word in (*model, *length, *RECIPE)]
-    further = shlex.split(config.flags)
     options = dict(word.split("=") for word in keywords)
     trial = {"attention": attention, "spatial_offsets": options.get("spatial_offsets", ""), "rate": 1.0, "seed": seed}
     trial |= {"norm_weight": "norm_weight" not in options, "channel_bandwidths": "channel_bandwidths" in options}
     trial |= {"tuning": False, "epochs": 0 if epochs == EPOCHS else epochs}
-    key = key_of({"flags": words, "data": data, **({"further flags": further} if further else {})})
-    job = job_of(
+    keyed = {"flags": words, "data": data}
+    keyed |= {"further flags": shlex.split(config.flags)} if config.flags else {}
+    return training_of(
         config,
         "vision_cifar10",
-        f"{form}, CIFAR-10, seed {seed}",
-        key,
         folder,
+        [*words, *REPORTS],
+        keyed,
+        ["--images", config.images, "--forms", form, "--seeds", seed],
+        name=f"{form}, CIFAR-10, seed {seed}",
         module="deit_gka.train",
-        flags=[*words, *REPORTS, *further],
         steps=epochs * (data["train images"] // IMAGE_BATCH),
+        cost=epochs * data["train images"],
         finish_keys=("top1", "ema_top1", "images_per_second", "sigma"),
         # In bfloat16 on a CPU softmax and VLT train twice as fast when they build their weights.
         environment={"TIMM_FUSED_ATTN": "0"} if attention in ("softmax", "vlt") else {},
+        form=form,
+        trial=trial,
+        data=data,
+        metrics=image_metrics,
     )
-    command = command_of(["--images", config.images, "--forms", form, "--seeds", seed], config)
-    cost = epochs * data["train images"]
-    return Training(form, key, trial, data, further, cost, command, image_metrics, job)
 
 
 def image_metrics(record: dict[str, Any], folder: Path) -> dict[str, Any]:
@@ -406,115 +409,72 @@ def check_names(flag: str, names: Iterable[str], known: Iterable[str]) -> None:
         raise UserError(f"{flag} {missing[0]}: choose among {', '.join(known)}")
 
 
-def command_of(words: Iterable[Any], config: TrainConfig) -> str:
-    """What trains one cell again."""
-    further = [f"--flags={config.flags}"] if config.flags else []
-    return shlex.join(["python", "-m", "runs.study.train", *map(str, words), *further])
+class Runner(SideBySide):
+    """Trains what is left side by side. Every outcome becomes a row of `results`."""
 
-
-def rows_of(results: Path, kind: str) -> dict[str, dict[str, Any]]:
-    """The rows of a kind by key; the last one of a key counts."""
-    return {row["key"]: row for row in read_lines(results) if row.get("kind") == kind and "key" in row}
-
-
-class Runner:
-    """Trains what is left, `at_once` trainings side by side. Every outcome becomes a row of `results`."""
+    LINE_SECONDS = 600.0
 
     def __init__(self, config: TrainConfig, name: str, trainings: list[Training]):
-        self.config, self.trainings = config, trainings
-        self.kind = "study-vision" if config.images else "study"
+        super().__init__(trainings, config.at_once)
+        self.config, self.kind = config, "study-vision" if config.images else "study"
         self.results = config.results / f"{name}.jsonl"
-        self.running: dict[str, Training] = {}
-        self.starts: dict[str, int] = {}
         self.failed: set[str] = set()  # here; not tried again
 
     def remaining(self) -> list[Training]:
         """What is neither finished nor failed."""
-        over = rows_of(self.results, self.kind).keys() | self.failed
-        if not self.config.retry_failed:
-            over |= rows_of(self.results, f"{self.kind}-failed").keys()
-        return [training for training in self.trainings if training.key not in over]
+        kinds = [self.kind] if self.config.retry_failed else [self.kind, f"{self.kind}-failed"]
+        over = {row.get("key") for row in read_lines(self.results) if row.get("kind") in kinds} | self.failed
+        return [training for training in self.jobs if training.key not in over]
 
     def show(self) -> None:
         """Print every cell that is left, with its time by the median speed of the finished ones."""
         remaining, speeds = self.remaining(), []
-        for metrics in (row["metrics"] for row in rows_of(self.results, self.kind).values()):
+        for metrics in (row["metrics"] for row in read_lines(self.results) if row.get("kind") == self.kind):
             if speed := metrics.get("images_per_second") or metrics.get("tokens_per_second"):
                 speeds.append(speed * metrics.get("flops_per_token", 1))
         times = [training.cost / statistics.median(speeds) for training in remaining] if speeds else []
         for training, seconds in itertools.zip_longest(remaining, times):
             text = "?" if seconds is None else clock_text(seconds)
-            console.print(f"{training.key}  {text}  {training.job.name}", highlight=False, markup=False)
+            console.print(f"{training.key}  {text}  {training.name}", highlight=False, markup=False)
         total = f", {clock_text(sum(times))} of one training at a time" if times else ""
-        console.print(f"{len(remaining)} of {len(self.trainings)} left{total}.", highlight=False)
+        console.print(f"{len(remaining)} of {len(self.jobs)} left{total}.", highlight=False)
 
-    def run(self) -> bool:
-        """Train what is left. Returns False if a signal ended it; trainings have saved then."""
-        tasks: dict[str, Any] = {}
-        try:
-            with progress_bar() as bar, signals.passed_on(lambda: [one.job.process for one in self.running.values()]):
-                while self._look():
-                    for key in tasks.keys() - self.running.keys():
-                        bar.remove_task(tasks.pop(key))
-                    for key, training in self.running.items():
-                        if key not in tasks:
-                            tasks[key] = bar.add_task(training.job.name, total=training.job.steps, status="")
-                        step, status = training.job.progress()
-                        bar.update(tasks[key], completed=step, status=status)
-                    time.sleep(LOOK_EVERY)
-        except (KeyboardInterrupt, signals.Stopped):
-            end(training.job for training in self.running.values())
-            return False
-        return True
+    def may_start(self, training: Training) -> bool:
+        """Whether no process trains it and there is something to train. One that only lacks its row gets it."""
+        return not self._is_busy(training) and not self._collect(training)
 
-    def _look(self) -> bool:
-        """Record what has ended and start what is next. Returns whether anything is left or running."""
-        for key, training in list(self.running.items()):
-            if training.job.process.poll() is not None:
-                del self.running[key]
-                self._record_end(training, training.job.process.returncode)
-        remaining = self.remaining()
-        for training in remaining:
-            if len(self.running) >= self.config.at_once:
-                break
-            if training.key not in self.running and not self._is_busy(training) and not self._collect(training):
-                training.job.start(max(1, cores() // self.config.at_once))
-                self.running[training.key] = training
-                self.starts[training.key] = self.starts.get(training.key, 0) + 1
-        return bool(remaining)
-
-    def _record_end(self, training: Training, code: int) -> None:
+    def ended(self, training: Training) -> None:
         """Record a training that has ended, unless a signal ended it or another process has its folder."""
+        training.starts += 1
+        code = training.process.returncode
         by_signal = code <= 0  # a trainer that is asked to stop saves and exits with 0
-        if self._collect(training) or (by_signal and self.starts[training.key] < MOST_STARTS):
+        if self._collect(training) or (by_signal and training.starts < MOST_STARTS) or self._is_busy(training):
             return
-        if self._is_busy(training):
-            return
-        reason = (training.job.printed() or ["nothing was printed"])[-1]
+        reason = (training.printed() or ["nothing was printed"])[-1]
         outcome = {"date": date_of(), "commit": git_commit(), "exit_code": code}
         about = {"key": training.key, "command": training.command, "trial": training.trial, "form": training.form}
         row = {**about, **outcome, "reason": reason.removeprefix("error: "), "kind": f"{self.kind}-failed"}
         append_line(self.results, row)
         self.failed.add(training.key)
-        console.print(f"{training.job.name}: exit code {code}: {reason}", highlight=False, markup=False)
+        console.print(f"{training.name}: exit code {code}: {reason}", highlight=False, markup=False)
 
     def _collect(self, training: Training) -> bool:
         """Append the row of a training that is finished. Returns False if it is not."""
-        folder = training.job.folder
-        records = read_results(folder / RECORD, *training.job.finish_keys)
+        folder = training.folder
+        records = read_results(folder / RECORD, *training.finish_keys)
         if not records:
             return False
         about = {"key": training.key, "command": training.command, "trial": training.trial, "data": training.data}
         about |= {"form": training.form, "chosen": not training.further, "flags": training.further}
         row = {**records[-1], **about, "metrics": training.metrics(records[-1], folder), "kind": self.kind}
         append_line(self.results, row)
-        console.print(f"{training.job.name}: recorded in {self.results}", highlight=False, markup=False)
+        console.print(f"{training.name}: recorded in {self.results}", highlight=False, markup=False)
         return True
 
     def _is_busy(self, training: Training) -> bool:
         """Whether another process trains it: of another runner, or of one that was killed."""
         try:
-            with locked(training.job.folder, "training in"):
+            with locked(training.folder, "training in"):
                 return False
         except UserError:
             return True
@@ -527,7 +487,9 @@ def main(config: TrainConfig) -> None:
         runner.show()
         return
     os.nice(19)  # every other program goes first
-    if not runner.run():
+    try:
+        runner.run()
+    except (KeyboardInterrupt, signals.Stopped):
         console.print("stopped; every training has saved. The same command continues.", highlight=False)
         sys.exit(130)
     remaining = len(runner.remaining())

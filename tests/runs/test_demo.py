@@ -11,9 +11,9 @@ import torch
 import tyro
 
 from nanochat_gka.model.config import ModelFlags
-from runs.demo import language, length, vision
-from runs.demo.__main__ import DemoConfig, lengths
-from runs.jobs import Job, run_side_by_side
+from runs.demo import __main__ as demo
+from runs.demo import language, vision
+from runs.jobs import Job, SideBySide
 from sources import ROOT
 from trainkit_gka.results import append_result
 
@@ -27,14 +27,14 @@ time.sleep(60)
 DEMO = """
 import sys
 from pathlib import Path
-from runs.jobs import Job, run, run_side_by_side
+from runs.jobs import Job, SideBySide, run
 from trainkit_gka.cli import run as command
 
 words = ["-n", "1", "-r", "1", sys.argv[1]]
 folder = Path(sys.argv[2])
 jobs = [Job(name, "timeit", words, folder / name, 1) for name in "ab"]
 commands = {"one": lambda: [run("timeit", words) for _ in range(2)]}
-commands["several"] = lambda: run_side_by_side(jobs, 1)
+commands["several"] = lambda: SideBySide(jobs, 1).run()
 command(lambda config: commands[sys.argv[3]](), dict, [])
 """
 
@@ -66,7 +66,7 @@ def test_a_failing_command_ends_all_with_its_last_line_and_code(tmp_path, capfd)
     jobs = [job(tmp_path / "fails", "fails", fails)]
     jobs += [job(tmp_path / "sleeps", "sleeps", here + "there.touch(); time.sleep(600)")]
     with pytest.raises(SystemExit) as stopped:
-        run_side_by_side(jobs, 2)
+        SideBySide(jobs, 2).run()
     assert stopped.value.code == 2 and jobs[1].process.poll() is not None
     assert capfd.readouterr().err.startswith("error: it failed\n")
 
@@ -97,11 +97,11 @@ def test_a_slow_machine_gets_fewer_steps_and_keeps_them(tmp_path, monkeypatch, s
     timed = SimpleNamespace(finish=lambda: pace)
     monkeypatch.setattr(language, "timing_jobs", lambda *_: [timed])
     monkeypatch.setattr(vision, "timing_job", lambda folder: timed)
-    monkeypatch.setattr(length, "run_side_by_side", lambda jobs, at_once: (tmp_path / "timing").mkdir())
+    monkeypatch.setattr(SideBySide, "run", lambda self: (tmp_path / "timing").mkdir())
     monkeypatch.setattr(vision, "MODELS", 6)
-    chosen = length.choose_length(tmp_path, language.DEPTH, 1, 2, ["language", "vision"])
-    assert chosen == length.Length(steps, epochs)
+    chosen = demo.choose_length(tmp_path, language.DEPTH, 1, 2, ["language", "vision"])
+    assert chosen == demo.Length(steps, epochs)
     monkeypatch.setattr(language, "timing_jobs", lambda *_: pytest.fail("timed again"))
-    assert length.choose_length(tmp_path, language.DEPTH, 1, 2, ["language", "vision"]) == chosen
-    fixed = DemoConfig(out=tmp_path, steps=30, epochs=2)
-    assert lengths(fixed, 2) == (30, 2)
+    assert demo.choose_length(tmp_path, language.DEPTH, 1, 2, ["language", "vision"]) == chosen
+    fixed = demo.DemoConfig(out=tmp_path, steps=30, epochs=2)
+    assert demo.lengths(fixed, 2) == (30, 2)

@@ -18,6 +18,7 @@ from runs.study.train import FORMS, IMAGE_FORMS, Runner, TrainConfig, image_trai
 from trainkit_gka.cli import UserError
 from trainkit_gka.files import locked
 from trainkit_gka.progress import read_events, read_lines
+from trainkit_gka.signals import Stopped
 
 RESULTS = Path(__file__).parents[2] / "runs/results/study"
 STEPS = 20
@@ -42,20 +43,22 @@ def runner(packed, folder, **flags):
 def trained(packed, tmp_path_factory):
     """The folder of a finished cell."""
     folder = tmp_path_factory.mktemp("study")
-    assert runner(packed, folder).run()
+    runner(packed, folder).run()
     return folder
 
 
 def test_a_finished_cell_is_one_row_with_all_that_was_measured(packed, trained):
     one = runner(packed, trained)
-    [training], [row] = one.trainings, read_lines(one.results)
+    [training], [row] = one.jobs, read_lines(one.results)
     assert row["key"] == training.key and row["form"] == "GKA" and row["chosen"] and row["kind"] == "study"
     assert {"commit", "hardware", "date", "torch", "data"} <= row.keys() and row["trial"]["rate"] == 1.0
     metrics = row["metrics"]
     assert metrics["train_flops"] == training.cost and metrics["curve"][-1][0] == 2048 * STEPS
     assert metrics["evaluations"][-1][2] == metrics["val_bpb"] < metrics["evaluations"][0][2]
     assert len(metrics["sigma"]["layer_0"]) == 1
-    assert not one.remaining() and one.run() and len(read_lines(one.results)) == 1
+    assert not one.remaining()
+    one.run()
+    assert len(read_lines(one.results)) == 1
 
 
 def test_the_rows_of_a_folder_are_printed_as_tables(trained, capsys):
@@ -65,20 +68,21 @@ def test_the_rows_of_a_folder_are_printed_as_tables(trained, capsys):
 
 def test_a_refused_cell_is_a_row_too_and_is_tried_again_on_request(packed, tmp_path):
     one = runner(packed, tmp_path, flags="--no-such-flag 1")
-    assert one.run() and not one.remaining()
+    one.run()
+    assert not one.remaining()
     [row] = read_lines(one.results)
     assert row["kind"] == "study-failed" and row["exit_code"] == 2 and row["form"] == "GKA"
     assert not runner(packed, tmp_path, flags="--no-such-flag 1").remaining()
     assert runner(packed, tmp_path, flags="--no-such-flag 1", retry_failed=True).remaining()
     other = runner(packed, tmp_path)
     assert other.remaining()  # further flags are another cell
-    with locked(other.trainings[0].job.folder, "training in"):  # another process trains it
+    with locked(other.jobs[0].folder, "training in"):  # another process trains it
         assert other._look() and not other.running
 
 
 def test_a_stopped_cell_continues_to_the_same_result(packed, trained, tmp_path):
     one = runner(packed, tmp_path)
-    log = one.trainings[0].job.folder / "log.jsonl"
+    log = one.jobs[0].folder / "log.jsonl"
 
     def stop():
         end = time.monotonic() + HANG_AFTER
@@ -88,11 +92,12 @@ def test_a_stopped_cell_continues_to_the_same_result(packed, trained, tmp_path):
 
     thread = threading.Thread(target=stop)
     thread.start()
-    assert not one.run()
+    with pytest.raises(Stopped):
+        one.run()
     thread.join()
     assert not one.results.exists()
     again = runner(packed, tmp_path)
-    assert again.run()
+    again.run()
     losses = [read_lines(one.results)[0]["metrics"]["val_bpb"] for one in (again, runner(packed, trained))]
     assert losses[0] == losses[1]
 
@@ -122,12 +127,12 @@ def test_the_trainers_read_the_flags_of_every_cell():
     images = [image_training(TrainConfig(images="x"), Path("x"), {"train images": 50_000}, f, 1) for f in IMAGE_FORMS]
     for training in (*texts, *images):
         trainer = TextTrainer if training in texts else ImageTrainer
-        config = tyro.cli(trainer, args=[str(word) for word in training.job.flags])
+        config = tyro.cli(trainer, args=[str(word) for word in training.flags])
         if trainer is TextTrainer:
-            assert config.compile == "on" and config.num_iterations == training.job.steps == 2**20 // 4096
+            assert config.compile == "on" and config.num_iterations == training.steps == 2**20 // 4096
             assert config.matrix_lr == pytest.approx(0.02 * 16 * training.trial["rate"])
         else:
-            assert config.epochs * 390 == training.job.steps and config.seed == 1
+            assert config.epochs * 390 == training.steps and config.seed == 1
 
 
 @pytest.mark.parametrize("flags, name", [(dict(forms=["x"]), "--forms x"), (dict(cells=["x"]), "--cells x")])
