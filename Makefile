@@ -216,15 +216,11 @@ export: $(ENV)  ## a run as a folder, RUN-export, that transformers loads
 #            softmax  ti 72.2,  s 79.8,  b 81.8 (DeiT's own figures, without EMA)
 #            VLT      ti 73.5
 #            GKA      ti 71.54, s 78.23, b 80.3
-train-deit-ti:      VIT = deit_tiny_gka_patch16_224
-train-deit-s:       VIT = deit_small_gka_patch16_224
-train-deit-b:       VIT = deit_base_gka_patch16_224
-train-deit-ti-base: VIT = deit_tiny_patch16_224
-train-deit-s-base:  VIT = deit_small_patch16_224
-train-deit-b-base:  VIT = deit_base_patch16_224
-train-deit-ti-vlt:  VIT = deit_tiny_vlt_patch16_224
-train-deit-s-vlt:   VIT = deit_small_vlt_patch16_224
-train-deit-b-vlt:   VIT = deit_base_vlt_patch16_224
+# Parts of timm's names by those of targets: train-deit-s-vlt trains deit_small_vlt_patch16_224.
+TIMM      = ti=tiny s=small b=base =_gka vlt=_vlt
+PART      = $(patsubst $(1)=%,%,$(filter $(1)=%,$(TIMM)))
+WORDS     = $(subst -, ,$@)
+VIT       = deit_$(call PART,$(word 3,$(WORDS)))$(call PART,$(word 4,$(WORDS)))_patch16_224
 train-deit-ti:  ## GKA on DATA (-s, -b: larger; -ti-base: softmax; -ti-vlt: VLT)
 $(addprefix train-deit-,ti s b ti-base s-base b-base ti-vlt s-vlt b-vlt): check $(ENV)
 	$(TRAIN_VIT) --model $(or $(MODEL),$(VIT)) $(FLAGS)
