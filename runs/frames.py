@@ -4,7 +4,6 @@ This is the one reader of result files for tables. A damaged line is an error th
 """
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,55 +15,44 @@ RESULTS = Path(__file__).resolve().parent / "results"
 FACTS = ("date", "commit", "hardware", "torch")
 
 
-def records(path: Path, *metrics: str, kind: str = "") -> list[dict[str, Any]]:
+def records(path: Path, *names: str, kind: str = "") -> list[dict[str, Any]]:
     """The lines of a result file, of one kind if it is given; none if the file does not exist.
 
-    metrics: measurements that every line must have. Raises UserError for a line without them or without its facts.
+    names: settings, measurements and fields that every line must have. Raises UserError for a line without them or
+    without its facts.
     """
-    return [record for _, record in _numbered(path, metrics, kind)]
-
-
-def _numbered(path: Path, metrics: tuple[str, ...], kind: str) -> Iterator[tuple[int, dict[str, Any]]]:
-    """The records with the numbers of their lines, from 1."""
-    if not path.exists():
-        return
-    for number, line in enumerate(path.read_text().splitlines(), 1):
+    lines = []
+    for number, text in enumerate(path.read_text(encoding="utf-8").splitlines() if path.exists() else (), 1):
         try:
-            record = json.loads(line)
+            record, reason = json.loads(text), "is not a record"
         except ValueError:
-            raise _damaged(path, number, "is not JSON") from None
-        if not isinstance(record, dict):
-            raise _damaged(path, number, "is not a record")
-        if kind and record.get("kind") != kind:
-            continue
-        missing = [name for name in (*FACTS, "metrics") if name not in record]
-        missing += [name for name in metrics if not missing and name not in record["metrics"]]
-        if missing:
-            raise _damaged(path, number, f"has no {', '.join(missing)}")
-        yield number, record
-
-
-def _damaged(path: Path, number: int, reason: str) -> UserError:
-    return UserError(f"{path}, line {number}: {reason}; delete the line and measure again, or git checkout {path}")
+            record, reason = None, "is not JSON"
+        if isinstance(record, dict):
+            if kind and record.get("kind") != kind:
+                continue
+            known = record.get("config", {}) | record.get("metrics", {}) | record
+            reason = ", ".join(name for name in (*FACTS, "metrics", *names) if name not in known)
+            reason = f"has no {reason}" if reason else ""
+        if reason:
+            advice = f"delete the line and measure again, or git checkout {path}"
+            raise UserError(f"{path}, line {number}: {reason}; {advice}")
+        lines.append(record)
+    return lines
 
 
 def frame(path: Path, *columns: str, kind: str = "") -> pd.DataFrame:
-    """A row for each record: its facts, settings and measurements as columns, and the record itself in `record`.
-
-    columns: settings or measurements that every record must have. Raises UserError as `records` does.
-    """
-    rows, numbers = [], []
-    for number, record in _numbered(path, (), kind):
-        numbers.append(number)
-        config = record.get("config", {})
-        row = {name: record[name] for name in FACTS} | config | record["metrics"]
-        rows.append({**row, "record": record})
-    lines = pd.DataFrame(rows)
-    for name in columns if rows else ():
-        holes = lines.index[lines[name].isna()] if name in lines else lines.index
-        if len(holes):
-            raise _damaged(path, numbers[holes[0]], f"has no {name}")
-    return lines
+    """A row for each of `records`: its facts, settings and measurements as columns, and the record in `record`."""
+    return pd.DataFrame(
+        [
+            {
+                **{name: record[name] for name in FACTS},
+                **record.get("config", {}),
+                **record["metrics"],
+                "record": record,
+            }
+            for record in records(path, *columns, kind=kind)
+        ]
+    )
 
 
 def bench(name: str, results: Path | None = None, quick: bool = False) -> pd.DataFrame:

@@ -39,7 +39,7 @@ def write(tables: Builders, pages: Iterable[str], command: str, check: bool, mar
     check: write nothing, and exit with 1 if a page is out of date. command: brings the pages up to date. Raises
     UserError if no page has a block for one of the tables.
     """
-    texts = {page: (ROOT / page).read_text() for page in pages}
+    texts = {page: (ROOT / page).read_text(encoding="utf-8") for page in pages}
     blocks = {name for text in texts.values() for name in block(mark).findall(text)}
     if missing := tables.keys() - blocks:
         raise UserError(f"no page has a block for the table {', '.join(sorted(missing))}")
@@ -48,7 +48,7 @@ def write(tables: Builders, pages: Iterable[str], command: str, check: bool, mar
         if check:
             print(f"{page} is out of date: run {command}", file=sys.stderr)
         else:
-            (ROOT / page).write_text(text)
+            (ROOT / page).write_text(text, encoding="utf-8")
             print(f"{page}: written")
     if check and stale:
         sys.exit(1)

@@ -409,7 +409,7 @@ def page_template() -> jinja2.Template:
     about = dict(undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     environment = jinja2.Environment(autoescape=True, **about)
     environment.filters["inline"] = inline
-    return environment.from_string(TEMPLATE.read_text())
+    return environment.from_string(TEMPLATE.read_text(encoding="utf-8"))
 
 
 def main(config: ReportConfig) -> None:

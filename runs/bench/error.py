@@ -25,14 +25,13 @@ from gka.dispatch import IMPLEMENTATIONS
 from gka.impl.cpu import build
 from gka.masking import Mask
 from gka.options import EPS
-from runs import pages
-from runs.frames import RESULTS
+from runs import frames, pages
 from runs.table import Table, measured
 from trainkit_gka.cli import UserError, run
 from trainkit_gka.files import atomic
-from trainkit_gka.results import append_line, append_result, read_results
+from trainkit_gka.results import append_line, append_result
 
-FILE = RESULTS / "error.jsonl"
+FILE = frames.RESULTS / "error.jsonl"
 PART = "routes"  # of the file, which has rows of finished measurements too
 MASKS = Mask(), Mask(causal=True)
 CONSTANT_NORM = "sdpa constant_norm"
@@ -103,7 +102,7 @@ def relative(result: torch.Tensor, exact: torch.Tensor) -> float:
 
 def records(path: Path = FILE) -> list[dict]:
     """The rows of the routes: settings under "config", errors under "metrics"."""
-    return [record for record in read_results(path) if record["config"].get("part") == PART]
+    return [record for record in frames.records(path) if record["config"].get("part") == PART]
 
 
 def errors() -> list[Table]:
@@ -126,7 +125,7 @@ def measure(results: Path) -> None:
     if reason := build.obstacle():
         raise UserError(reason)
     torch.set_num_threads(1)  # the order of a parallel reduction would show in the last digit
-    other_parts = [record for record in read_results(results) if record["config"].get("part") != PART]
+    other_parts = [record for record in frames.records(results) if record["config"].get("part") != PART]
     with atomic(results) as written:
         for record in other_parts:
             append_line(written, record)

@@ -10,7 +10,8 @@ from typing import Any
 
 from gka.kinds import KINDS
 
-TABLES: dict[str, dict[str, Any]] = json.loads(Path(__file__).with_name("published.json").read_text())["tables"]
+FILE = Path(__file__).with_name("published.json")
+TABLES: dict[str, dict[str, Any]] = json.loads(FILE.read_text(encoding="utf-8"))["tables"]
 SIZE_NAMES = {"ti": "tiny", "s": "small", "b": "base"}
 PAPER_NAMES = {"softmax": "DeiT"} | {name: kind.label for name, kind in KINDS.items() if name != "softmax"}
 
