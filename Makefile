@@ -216,14 +216,14 @@ export: $(ENV)  ## a run as a folder, RUN-export, that transformers loads
 #            softmax  ti 72.2,  s 79.8,  b 81.8 (DeiT's own figures, without EMA)
 #            VLT      ti 73.5
 #            GKA      ti 71.54, s 78.23, b 80.3
-# Parts of timm's names by those of targets: train-deit-s-vlt trains deit_small_vlt_patch16_224.
-TIMM      = ti=tiny s=small b=base =_gka vlt=_vlt
-PART      = $(patsubst $(1)=%,%,$(filter $(1)=%,$(TIMM)))
-WORDS     = $(subst -, ,$@)
-VIT       = deit_$(call PART,$(word 3,$(WORDS)))$(call PART,$(word 4,$(WORDS)))_patch16_224
+train-deit-ti train-deit-ti-base train-deit-ti-vlt:   VIT_SIZE = tiny
+train-deit-s train-deit-s-base train-deit-s-vlt:      VIT_SIZE = small
+train-deit-b train-deit-b-base train-deit-b-vlt:      VIT_SIZE = base
+train-deit-ti train-deit-s train-deit-b:              VIT_KIND = _gka
+train-deit-ti-vlt train-deit-s-vlt train-deit-b-vlt:  VIT_KIND = _vlt
 train-deit-ti:  ## GKA on DATA (-s, -b: larger; -ti-base: softmax; -ti-vlt: VLT)
 $(addprefix train-deit-,ti s b ti-base s-base b-base ti-vlt s-vlt b-vlt): check $(ENV)
-	$(TRAIN_VIT) --model $(or $(MODEL),$(VIT)) $(FLAGS)
+	$(TRAIN_VIT) --model $(or $(MODEL),deit_$(VIT_SIZE)$(VIT_KIND)_patch16_224) $(FLAGS)
 
 eval-deit: check $(ENV)  ## top-1 and top-5 of a run on its own images, or DATA
 	$(LAUNCH) deit_gka.evaluate --run '$(or $(RUN),$(BASE)/runs/$(or $(MODEL),deit_tiny_gka_patch16_224))' \

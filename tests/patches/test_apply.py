@@ -261,14 +261,25 @@ def test_the_users_git_and_its_settings_change_nothing_and_stay_unchanged(projec
         shutil.rmtree(project / "vendor")
 
 
+HEADER = re.compile(r"^diff --git a/(\S+) b/\S+\n(?:new file .*\n)?index (\w{40})\.\.(\w{40})", re.M)
+
+
+@pytest.mark.upstream
+@pytest.mark.parametrize("name", ["nanochat", "deit"])
+def test_applied_patches_make_the_files_they_name(tree, name):
+    """Each patch says which git id its files have after it."""
+    patches = sorted((PATCHES / name).glob("*.patch"))
+    ids = {file: after for patch in patches for file, _, after in HEADER.findall(patch.read_text())}
+    assert len(ids) > 1 and git(tree(name), "hash-object", "--no-filters", *ids).split() == [*ids.values()]
+
+
 @pytest.mark.parametrize("name", ["nanochat", "deit"])
 def test_our_patches_only_insert_are_listed_and_follow_each_other(name):
-    header = re.compile(r"^diff --git a/(\S+) b/\S+\n(?:new file .*\n)?index (\w{40})\.\.(\w{40})", re.M)
     listed = re.findall(r"^ +(\S+\.patch)", (PATCHES / "UPSTREAM").read_text(), flags=re.M)
     ids = {}
     for path in sorted((PATCHES / name).glob("*.patch")):
         text = path.read_text()
-        for file, before, after in header.findall(text):
+        for file, before, after in HEADER.findall(text):
             assert ids.get(file, before) == before
             ids[file] = after
         inserting = re.findall(r"^@@ -\d+,0 \+\d+(?:,\d+)? @@$", text, flags=re.M)
