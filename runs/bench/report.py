@@ -183,14 +183,9 @@ def gpus() -> list[Table]:
 
     def rows(timed: pd.DataFrame) -> list[Row]:
         right = timed[timed.status == "ok"]
-        if not {"ours", "baseline"} <= set(right.role):
-            return []
-        ours = right[right.role == "ours"].median_ms.iloc[0]
-        baseline = right.loc[right[right.role == "baseline"].median_ms.idxmin()]
-        default = right[right.kernel == "flash"].median_ms
-        times = [f"{baseline.median_ms:.3g} ({baseline.kernel})", f"{ours:.3g}", f"{baseline.median_ms / ours:.2f}x"]
-        beside = f"{default.iloc[0] / ours:.2f}x" if len(default) else ""
-        return [[label(timed.iloc[0]), PHASES.get(timed.phase.iloc[0], timed.phase.iloc[0]), *times, beside]]
+        default, ours = (right[those].median_ms.min() for those in (right.kernel == "flash", right.role == "ours"))
+        beside = "" if pd.isna(default) else f"{default / ours:.2f}x"
+        return [[*cells[:2], *cells[4:], beside] for cells in row(label(timed.iloc[0]), timed)]
 
     headings = ["", "phase", f"fastest {SOFTMAX}, ms", f"{GKA}, ms", "speed-up", "beside torch's default"]
     return by_machine(lines[lines.threads.isna()], headings, rows)
