@@ -1,15 +1,14 @@
 """CORE's bundle: fetched from servers that misbehave, unpacked only where it belongs, read task by task."""
 
 import hashlib
-import http.server
 import os
-import threading
 import zipfile
 
 import pytest
 
 import tiny
 import tiny_core
+from hub import FOLDER, Hub
 from nanochat_gka.core_metric import fetch
 from nanochat_gka.core_metric.bundle import read_tasks
 from nanochat_gka.core_metric.fetch import BundleFlags
@@ -76,36 +75,28 @@ def test_a_fault_is_one_line_and_that_of_a_task_leaves_the_others_readable(file,
 # Fetching
 
 
-class Server(http.server.BaseHTTPRequestHandler):
-    """Serves `content` with ranges and its MD5; `cuts` are the bytes after which it hangs up, one for each request."""
-
-    content, damage, cuts, requests = b"", b"", [], []
-
-    def do_GET(self):
-        cls, first = type(self), int(self.headers.get("Range", "bytes=0-").removeprefix("bytes=").removesuffix("-"))
-        cls.requests.append(first)
-        self.send_response(206 if first else 200)
-        self.send_header("ETag", f'"{hashlib.md5(cls.content).hexdigest()}"')
-        self.send_header("Content-Length", str(len(cls.content) - first))
-        self.end_headers()
-        body = (cls.damage + cls.content[len(cls.damage) :])[first:]
-        self.wfile.write(body[: cls.cuts.pop(0)] if cls.cuts else body)
-
-    def log_message(self, *args):
-        pass
+ZIP = "eval_bundle.zip"
 
 
 @pytest.fixture
-def flags(bundle, tmp_path, monkeypatch):
-    """Flags with an address that serves the bundle as the real one is packed: everything below eval_bundle/."""
+def hub(bundle, tmp_path, monkeypatch):
+    """Serves the bundle as the real one is packed, everything below eval_bundle/, with its MD5."""
     served = make_zip(tmp_path / "served.zip", [(f"eval_bundle/{name}", text) for name, text in files(bundle).items()])
-    Server.content, Server.damage, Server.cuts, Server.requests = served.read_bytes(), b"", [], []
     monkeypatch.setattr(fetch.time, "sleep", lambda seconds: None)
-    httpd = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Server)
-    threading.Thread(target=httpd.serve_forever, args=(0.05,)).start()
-    yield BundleFlags(bundle_url=f"http://127.0.0.1:{httpd.server_port}/eval_bundle.zip")
-    httpd.shutdown()
-    httpd.server_close()
+    hub = Hub({ZIP: served.read_bytes()}, hashlib.md5)
+    yield hub
+    hub.close()
+
+
+def fetched(hub: Hub, out, *trouble):
+    """The folder of the bundle, fetched while the server has this trouble."""
+    hub.trouble, hub.gets = {ZIP: [*trouble]}, []
+    return BundleFlags(bundle_url=f"http://127.0.0.1:{hub.port}{FOLDER}{ZIP}").open_bundle(out)
+
+
+def starts(hub: Hub) -> list[int]:
+    """Where each of the last requests began."""
+    return [start for _, start in hub.gets]
 
 
 def files(folder):
@@ -119,33 +110,32 @@ def make_zip(path, members):
     return path
 
 
-def test_an_interrupted_download_continues_in_this_process_and_the_next(flags, bundle, tmp_path):
-    Server.cuts, out = [700, 300, *[0] * 20], tmp_path / "out"
+def test_an_interrupted_download_continues_in_this_process_and_the_next(hub, bundle, tmp_path):
+    out = tmp_path / "out"
     with pytest.raises(PassingFault, match=r"1000 of \d+ bytes arrived.*run the same command again"):
-        flags.open_bundle(out)
-    Server.cuts = [50]
-    unpacked = flags.open_bundle(out)
-    assert Server.requests == [0, 700, 1000, 1000, 1000, 1000, 1050]
+        fetched(hub, out, 700, 300, 0, 0, 0)
+    assert starts(hub) == [0, 700, 1000, 1000, 1000]
+    unpacked = fetched(hub, out, 50)
+    assert starts(hub) == [1000, 1050]
     assert files(unpacked) == files(bundle) and {path.name for path in out.iterdir()} == {"eval_bundle", ".lock"}
-    assert flags.open_bundle(out) == unpacked and len(Server.requests) == 7  # not again
+    assert fetched(hub, out) == unpacked and not hub.gets  # not again
 
 
-def test_a_damaged_or_changed_download_is_fetched_again(flags, bundle, tmp_path):
-    Server.damage = Server.content[:500] + bytes([Server.content[500] ^ 1])
+def test_a_damaged_or_changed_download_is_fetched_again(hub, bundle, tmp_path):
     with tiny.one_line_error("its MD5 is not the server's"):
-        flags.open_bundle(tmp_path / "out")
-    Server.damage, Server.cuts, Server.requests = b"another file of before", [200, *[0] * 20], []
+        fetched(hub, tmp_path / "out", *["corrupt"] * 5)
+    content, hub.files[ZIP] = hub.files[ZIP], b"another file of before" * 100
     with pytest.raises(PassingFault):
-        flags.open_bundle(tmp_path / "out")
-    Server.damage, Server.cuts, Server.requests = b"", [], []
-    assert files(flags.open_bundle(tmp_path / "out")) == files(bundle) and Server.requests == [200, 0]
+        fetched(hub, tmp_path / "out", 200, 0, 0, 0, 0)
+    hub.files[ZIP] = content
+    assert files(fetched(hub, tmp_path / "out")) == files(bundle) and starts(hub) == [200, 0]
 
 
-def test_an_endless_download_ends(flags, tmp_path, monkeypatch):
+def test_an_endless_download_ends(hub, tmp_path, monkeypatch):
     monkeypatch.setattr(fetch, "MAX_BYTES", 1000)
     with tiny.one_line_error("larger than 1,000 bytes"):
-        flags.open_bundle(tmp_path / "out")
-    assert len(Server.requests) == 1 and ".eval_bundle.part" not in os.listdir(tmp_path / "out")
+        fetched(hub, tmp_path / "out")
+    assert starts(hub) == [0] and ".eval_bundle.part" not in os.listdir(tmp_path / "out")
     with tiny.one_line_error("--bundle-url must begin with https:// or http://"):
         BundleFlags(bundle_url="file:///etc/passwd").open_bundle(tmp_path / "file")
 

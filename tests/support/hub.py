@@ -1,4 +1,4 @@
-"""A stand-in for the Hugging Face hub on this machine, with all the ways a download may go wrong."""
+"""A server of files on this machine, such as the Hugging Face hub is, with all the ways a download may go wrong."""
 
 import hashlib
 import threading
@@ -12,14 +12,15 @@ FOLDER = "/datasets/karpathy/fineweb-edu-100b-shuffle/resolve/main/"
 class Hub(ThreadingHTTPServer):
     """What hf_hub_download needs of the hub: HEAD with ETag and commit, GET with ranges.
 
-    `trouble[name]` is what happens to the next GETs: "drop", "stall" or "corrupt".
+    `trouble[name]` is what happens to the next GETs: "drop", "stall" or "corrupt", or the bytes after which it hangs
+    up. digest: of a file's content, its ETag.
     """
 
     daemon_threads = True
 
-    def __init__(self, files: dict[str, bytes]):
+    def __init__(self, files: dict[str, bytes], digest=hashlib.sha256):
         super().__init__(("127.0.0.1", 0), HubHandler)
-        self.files, self.trouble, self.gets = files, {}, []
+        self.files, self.digest, self.trouble, self.gets = files, digest, {}, []
         self.stalling = threading.Event()
         threading.Thread(target=self.serve_forever, args=(0.05,), daemon=True).start()
 
@@ -44,7 +45,7 @@ class HubHandler(BaseHTTPRequestHandler):
         content = self.server.files.get(name)
         self.send_response(404 if content is None else 206 if start else 200)
         content = content or b""
-        headers = {"ETag": f'"{hashlib.sha256(content).hexdigest()}"', "X-Repo-Commit": "a" * 40}
+        headers = {"ETag": f'"{self.server.digest(content).hexdigest()}"', "X-Repo-Commit": "a" * 40}
         headers |= {"Accept-Ranges": "bytes", "Content-Length": len(content) - start}
         headers |= {"Content-Range": f"bytes {start}-{len(content) - 1}/{len(content)}"} if start else {}
         for header, value in headers.items():
@@ -63,7 +64,7 @@ class HubHandler(BaseHTTPRequestHandler):
             content = content[:-1] + bytes([content[-1] ^ 1])
         if kind in (None, "corrupt"):
             return self.wfile.write(content[start:])
-        self.wfile.write(content[start : start + (len(content) - start) // 2])
+        self.wfile.write(content[start:][: kind if isinstance(kind, int) else (len(content) - start) // 2])
         self.wfile.flush()
         if kind == "stall":
             self.server.stalling.set()
