@@ -19,12 +19,13 @@ from timm.data import resolve_input_data_config
 from torch import nn
 
 from deit_gka.accounting import cost_of, numel
+from deit_gka.data import workers
 from deit_gka.data.batch import ImageBatch
 from deit_gka.data.sources import FORMS, DataParts, ImageSource, located
 from deit_gka.data.sources.base import ignored_text
 from deit_gka.data.sources.classes import numbers_in_model, one_class_text
 from deit_gka.data.transforms import eval_transform, in_words
-from deit_gka.data.workers import WorkerCount, default_workers, evaluation_batches, worker_context
+from deit_gka.data.workers import WorkerCount, evaluation_batches
 from deit_gka.model import checkpoints
 from deit_gka.training.engine import evaluate
 from trainkit_gka.cli import Bounds, Count, Group, UserError, flag_of, run
@@ -136,9 +137,9 @@ def load_models(
 
 def measure(config: EvaluateConfig, runtime: Runtime, data_note: str) -> dict[str, dict]:
     """Accuracy, speed and cost of every model, by name, from one pass over the images. Prints the note, too."""
-    num_workers = default_workers() if config.num_workers < 0 else config.num_workers
+    num_workers = workers.default_workers() if config.num_workers < 0 else config.num_workers
     if num_workers:
-        worker_context(config.data)
+        workers.worker_context(config.data)
     source = runtime.agree(lambda: checkpoints.open_data(config.data, config.split, config.run, config))
     models, settings, classes = runtime.agree(lambda: load_models(config, runtime.device))
     name = config.run or config.model
@@ -147,6 +148,7 @@ def measure(config: EvaluateConfig, runtime: Runtime, data_note: str) -> dict[st
     def numbers_of_classes() -> tuple[list[int], str]:
         if count != len(source.classes):
             raise UserError(f"{name} was trained on {count} classes but {config.data} has {len(source.classes)}")
+        workers.check_shared_memory(num_workers, settings["input_size"], config.device_batch_size, source)
         return numbers_in_model(source.classes, config.data, classes, str(name))
 
     numbers, note = runtime.agree(numbers_of_classes)

@@ -10,14 +10,16 @@ import multiprocessing
 import os
 import signal
 import sys
+import tempfile
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from multiprocessing import forkserver, resource_tracker
+from multiprocessing import forkserver, resource_tracker, util
 from multiprocessing.context import BaseContext
 from pathlib import Path
 
 from trainkit_gka import signals
+from trainkit_gka.cli import UserError
 
 BLOCKED_SIGNALS = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
 # Where Linux mounts control groups, and the file that lists those of this process.
@@ -26,6 +28,8 @@ LIMITS = {  # the files of a control group that hold a limit, in its versions 2 
     "cpu": (["cpu.max"], ["cpu.cfs_quota_us", "cpu.cfs_period_us"]),
     "memory": (["memory.max"], ["memory.limit_in_bytes"]),
 }
+SHARED_MEMORY = "/dev/shm"  # where Linux has semaphores and the memory that processes share
+SHORT, LONGEST = "/tmp", 75  # bytes of a folder in which multiprocessing can make a socket
 # Without these variables, importing numpy and pyarrow starts threads.
 NO_THREADS = {"OPENBLAS_NUM_THREADS": "1", "JE_ARROW_MALLOC_CONF": "background_thread:false"}
 
@@ -65,13 +69,15 @@ def context(*packages: str) -> BaseContext:
 
     The first call starts the server, which imports `packages` and those of their modules that this process has
     imported, in the background: call it early. Workers start with SIGINT, SIGTERM and SIGHUP blocked, which are sent to
-    a whole process group; the first function that a worker calls is `begin`.
+    a whole process group; the first function that a worker calls is `begin`. Raises UserError where the system lets no
+    process share memory or make a socket.
     """
     server_context, packages = multiprocessing.get_context("forkserver"), ("trainkit_gka", *packages)
     # Every worker repeats the imports of the main program, which take no time if the server has made them.
     prefixes = tuple(f"{package}." for package in packages)
     server_context.set_forkserver_preload([*packages, *(name for name in sys.modules if name.startswith(prefixes))])
     resource_tracker.ensure_running()  # the server would start it, and that unblocks the signals
+    _check_system(server_context)
     before = {name: os.environ[name] for name in NO_THREADS if name in os.environ}
     blocked_before = signal.pthread_sigmask(signal.SIG_BLOCK, BLOCKED_SIGNALS)
     try:
@@ -83,6 +89,34 @@ def context(*packages: str) -> BaseContext:
         os.environ.update(before)
         signal.pthread_sigmask(signal.SIG_SETMASK, blocked_before)
     return server_context
+
+
+def _check_system(server_context: BaseContext) -> None:
+    """Raises UserError unless semaphores and sockets can be made; sockets are in /tmp where $TMPDIR is too long."""
+    try:
+        server_context.Lock()
+    except OSError as error:
+        reason = f"nothing can be written to {SHARED_MEMORY}, which worker processes share ({error.strerror})"
+        raise UserError(f"{reason}; mount it writable, in Docker with --shm-size=8g") from None
+    usual = tempfile.gettempdir()
+    if len(os.fsencode(usual)) > LONGEST:
+        tempfile.tempdir = SHORT
+        try:
+            util.get_temp_dir()  # it stays that of this process and of its workers
+        except OSError as error:
+            reason = f"TMPDIR={usual} is too long for a socket's name, and {SHORT} cannot be used ({error.strerror})"
+            raise UserError(f"{reason}; choose a shorter TMPDIR") from None
+        finally:
+            tempfile.tempdir = usual
+
+
+def shared_memory() -> float:
+    """Free bytes of the memory that processes share; infinite where it has no limit."""
+    try:
+        status = os.statvfs(SHARED_MEMORY)
+    except OSError:  # not on every system
+        return math.inf
+    return status.f_bavail * status.f_frsize if status.f_blocks else math.inf
 
 
 @contextmanager

@@ -6,12 +6,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from deit_gka.data import workers
 from deit_gka.data.batch import ImageBatch, Images, assemble
 from deit_gka.data.order import Order
 from deit_gka.data.sources import ImageStream, check_classes, located
 from deit_gka.data.sources.base import check_parts, list_hash
 from deit_gka.data.transforms import eval_transform, train_transform
-from deit_gka.data.workers import BatchLoader, batches, default_workers, evaluation_batches, worker_context
+from deit_gka.data.workers import BatchLoader, batches, evaluation_batches
 from deit_gka.model.checkpoints import open_data, trained_on
 from deit_gka.training.config import TrainConfig
 from trainkit_gka.cli import UserError
@@ -23,14 +24,16 @@ class RunImages:
 
     def __init__(self, config: TrainConfig, runtime: Runtime, folder: Path):
         self.config, self.runtime, self.folder = config, runtime, folder
-        self.num_workers = default_workers() if config.num_workers < 0 else config.num_workers
+        self.num_workers = workers.default_workers() if config.num_workers < 0 else config.num_workers
         if self.num_workers:
-            worker_context(config.data)
+            workers.worker_context(config.data)
         self.train_set, self.val_set = (open_data(config.data, split, folder, config) for split in ("train", "val"))
         for warning in check_classes(self.train_set, self.val_set):
             runtime.print(f"warning: {warning}")
         self.classes = self.train_set.classes
         self.order = Order(self.train_set, config, runtime, config.device_batch_size)
+        at_once, sets = len(self.order.pieces[0].places), (self.train_set, self.val_set)
+        workers.check_shared_memory(self.num_workers, config.input_size, at_once, *sets)
         self._training_images = Images(self.train_set, train_transform(config), True)
 
     def training_batches(self, step: int, steps: int) -> BatchLoader:

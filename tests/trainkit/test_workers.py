@@ -12,13 +12,14 @@ import pytest
 import torch
 import tyro
 
+import tiny
 from deit_gka import train
 from deit_gka.data import workers as loader_workers
 from deit_gka.data.sources import open_source
 from deit_gka.data.sources.base import Names
 from deit_gka.data.transforms import eval_transform
 from deit_gka.training.config import TrainConfig
-from processes import descendants, signals_kept, start, still_there
+from processes import call, descendants, signals_kept, start, still_there
 from sources import ROOT
 from trainkit_gka import distributed, workers
 from trainkit_gka.cli import PassingFault, UserError
@@ -72,19 +73,6 @@ def test_silent_worker_is_one_line(pictures, tmp_path, capsys, monkeypatch, star
     assert not still_there(started())
 
 
-def test_idle_workers_end_with_the_evaluation(started):
-    """As those do that wait for a disk: the process's end would wait for them."""
-    transform, runtime = eval_transform(16, 1.0), Runtime(0, 1, torch.device("cpu"))
-    images = loader_workers.evaluation_batches(open_source("digits", "val"), transform, runtime, 4, 2)
-    next(images)
-    pids = started()
-    assert len(pids) >= 2
-    for pid in pids:
-        os.kill(pid, signal.SIGSTOP)
-    images.close()
-    assert not still_there(pids)
-
-
 def test_an_error_in_an_evaluation_ends_its_workers(pictures, tmp_path, monkeypatch, started):
     """One that nobody has closed would keep them while its traceback lives, which the process's end does not."""
 
@@ -98,19 +86,85 @@ def test_an_error_in_an_evaluation_ends_its_workers(pictures, tmp_path, monkeypa
     assert not still_there(started()) and caught.tb
 
 
-@pytest.mark.parametrize("ranks, ended", [(1, "signal 9"), (2, "signal 9"), (1, "exit code 255")])
-def test_killed_worker_is_one_line(pictures, tmp_path, ranks, ended):
-    """As the kernel does when memory runs out. The server tells the trainer, which is not its parent, or ends."""
+def let_share_nothing(process: psutil.Process) -> None:
+    """Sharing memory fails from now on, as in a /dev/shm that is full."""
+    process.rlimit(psutil.RLIMIT_FSIZE, (1, 1))
+
+
+FAULTS = [  # what befalls the workers, or their server; what is said of it
+    (False, psutil.Process.kill, "ended with signal 9"),  # as the kernel does when memory runs out
+    (True, psutil.Process.kill, "ended with exit code 255"),
+    (False, let_share_nothing, "could not send its images.* --shm-size"),
+]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("of_server, fault, message", FAULTS)
+def test_a_lost_worker_or_batch_is_one_line_within_seconds(of_server, fault, message, ranks, pictures, tmp_path):
+    """The server tells the trainer, which is not the workers' parent."""
     process = start(TRAIN, *flags(pictures, tmp_path, "--epochs", 1000), ranks=ranks, folder=tmp_path / "output")
     wait_for_step(process, tmp_path, 2)
     (server,) = psutil.Process(process.processes[-1].pid).children()
-    for victim in server.children() if ended == "signal 9" else [server]:
-        victim.kill()
-    process.processes[-1].join(300)
+    for victim in [server] if of_server else server.children():
+        fault(victim)
+    process.processes[-1].join(60)
     assert process.processes[-1].exitcode == PassingFault.code
     process.kill()
-    line = rf"(?m)^error: a loading worker ended with {ended} .*--num-workers; continue with: .*deit_gka\.train .*1000"
+    line = rf"(?m)^error: a loading worker {message}.*--num-workers; continue with: .*deit_gka\.train .*1000"
     assert re.search(line, process.err.read_text())
+
+
+@pytest.mark.parametrize("fault", [psutil.Process.suspend, let_share_nothing])
+def test_an_evaluation_ends_with_its_workers(fault, started):
+    """Those that wait for a disk end with it; otherwise the process's end would wait for them."""
+    transform, runtime = eval_transform(16, 1.0), Runtime(0, 1, torch.device("cpu"))
+    images = loader_workers.evaluation_batches(open_source("digits", "val"), transform, runtime, 4, 2)
+    next(images)
+    pids = started()
+    assert len(pids) >= 2
+    for pid in pids:
+        fault(psutil.Process(pid))
+    if fault is let_share_nothing:
+        with pytest.raises(PassingFault, match="--shm-size"):
+            list(images)
+    images.close()
+    assert not still_there(pids)
+
+
+# Machines unlike ours
+
+
+def training(pictures, out, **machine):
+    return call(TRAIN, *flags(pictures, out, "--epochs", 1), folder=out / "output", check=False, **machine)
+
+
+def packing(packed, out, **machine):
+    places = ["--corpus", packed / "corpus", "--tokenizer", packed / "tokenizer", "--out", out / "packed"]
+    return call("nanochat_gka.pack", *places, "--workers", 2, folder=out / "output", check=False, **machine)
+
+
+MACHINES = [  # a command, its data, and the options of /dev/shm; what is refused
+    (training, "pictures", "", None),
+    (training, "pictures", "size=64k", "--shm-size"),
+    (training, "pictures", "ro", "/dev/shm"),
+    (packing, "packed", "", None),
+    (packing, "packed", "ro", "/dev/shm"),
+]
+
+
+@pytest.mark.parametrize("command, data, shm, refused", MACHINES)
+def test_workers_where_tmpdir_is_long_and_shared_memory_small(command, data, shm, refused, tmp_path, request):
+    """A socket's name has at most 107 bytes."""
+    temporary = tmp_path / ("long" * 30)
+    temporary.mkdir()
+    variables = {**os.environ, "TMPDIR": str(temporary)}
+    done = command(request.getfixturevalue(data), tmp_path, shm=shm, env=variables)
+    if "cannot mount" in done.stderr:
+        pytest.skip("mounting takes a right")
+    if refused:
+        tiny.assert_one_line_error(done, refused)
+    else:
+        assert done.returncode == 0, done.stderr
 
 
 def compare(names: Names, expected: list[str], answers) -> None:
