@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from trainkit_gka import signals
-from trainkit_gka.command import OUR_TORCHRUN, as_typed
+from trainkit_gka.command import LAUNCHER, OUR_TORCHRUN, as_typed
 from trainkit_gka.loop import finish_record
 from trainkit_gka.progress import console, progress_bar, read_events
 from trainkit_gka.workers import cores
@@ -27,6 +27,7 @@ def start(module: str, flags: Sequence[Any], ranks: int = 1, **options: Any) -> 
     words = [*torchrun, module, *map(str, flags)]
     typed = shlex.join([as_typed(sys.executable), *words])
     console.print(f"\n$ {typed}", style="bold", highlight=False, markup=False, soft_wrap=True)
+    options["env"] = {**options.get("env", os.environ), LAUNCHER: str(os.getpid())}
     return subprocess.Popen([sys.executable, *words], **options)
 
 

@@ -14,6 +14,7 @@ import os
 import shlex
 import sys
 import textwrap
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields, make_dataclass
 from enum import Enum
@@ -27,6 +28,7 @@ BATCH_FLAGS = ("device_batch_size", "batch_tokens", "max_rows", "batch_size")
 PASSING = {errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EAGAIN, errno.EBUSY, errno.ENOTCONN, errno.ESHUTDOWN}
 PASSING |= {errno.ECONNRESET, errno.ECONNABORTED, errno.ECONNREFUSED, errno.EHOSTDOWN, errno.EHOSTUNREACH}
 PASSING |= {errno.ENETDOWN, errno.ENETRESET, errno.ENETUNREACH}
+LOST_PROCESS = "gloo/transport"  # in an error of processes on CPUs of which one has ended
 NETWORK = ("ConnectionError", "ConnectError", "ConnectTimeout", "ReadTimeout", "LocalEntryNotFoundError")
 
 
@@ -187,6 +189,7 @@ def run(main: Callable[[Any], None], config_class: type, argv: list[str] | None 
     Bounds and files that cannot be used, 75 for `PassingFault` and files that the next try may be able to use, 130 for
     Ctrl-C, 143 for SIGTERM and 129 for a closed terminal. Signals end the command within seconds.
     """
+    command.end_with_launcher()
     signals.keep_output()
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):  # a character that the terminal cannot show becomes "?"
@@ -210,6 +213,9 @@ def run(main: Callable[[Any], None], config_class: type, argv: list[str] | None 
         again, code = ("; run the same command again", PassingFault.code) if passing else ("", command.MISTAKE)
         command.fail(f"{error.filename}: {error.strerror}{again}", code)
     except RuntimeError as error:
+        if command.is_distributed() and LOST_PROCESS in str(error):
+            time.sleep(3)  # a torchrun that lost that process itself ends this one, and says so
+            command.fail("the connection to another process was lost; run the same command again", PassingFault.code)
         if type(error).__name__ != "OutOfMemoryError":  # torch's, which is not imported for its name alone
             raise
         flags = [f"{flag_of(name)} (now {getattr(config, name)})" for name in BATCH_FLAGS if hasattr(config, name)]

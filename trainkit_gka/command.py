@@ -6,6 +6,7 @@ import shlex
 import shutil
 import signal
 import sys
+import threading
 import time
 
 MISTAKE = 2  # the exit code of a user's mistake, which torchrun need not try again
@@ -13,6 +14,8 @@ OUR_TORCHRUN = "trainkit_gka.torchrun"
 TORCHRUN = ("torchrun", "torch.distributed.run", OUR_TORCHRUN)
 # Set by `trainkit_gka.torchrun`: the file into which a process writes the error that torchrun prints last.
 LAST_ERROR = "GKA_LAST_ERROR"
+# Set by a program that starts others: its process id. They end when it has ended, however it did.
+LAUNCHER = "GKA_LAUNCHER"
 # Read by torchrun: 1 gives restarted workers a new store. With the old one they meet dead peers' addresses and hang.
 STORE_SWITCH = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
 # Read by torchrun: the seconds after a signal in which processes finish their step and save.
@@ -86,6 +89,24 @@ def command_line() -> str:
 def is_under_torchrun() -> bool:
     """Whether torchrun started this process."""
     return "TORCHELASTIC_RUN_ID" in os.environ
+
+
+def end_with_launcher() -> None:
+    """From now on, SIGTERM ends this process within a second after the end of the program that started it, if that set
+    $GKA_LAUNCHER or is torchrun: SIGKILL lets it end nothing itself. A training saves then.
+    """
+    if not is_under_torchrun() and LAUNCHER not in os.environ:
+        return
+    import psutil
+
+    launcher, process = int(os.environ.get(LAUNCHER, os.getppid())), psutil.Process()
+
+    def watch() -> None:
+        while any(ancestor.pid == launcher for ancestor in process.parents()):
+            time.sleep(1)
+        os.kill(process.pid, signal.SIGTERM)
+
+    threading.Thread(target=watch, daemon=True).start()
 
 
 def _torchrun_line() -> str:

@@ -16,9 +16,11 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 from trainkit_gka import signals
-from trainkit_gka.command import LAST_ERROR, MISTAKE, SHUTDOWN_TIMEOUT, STORE_SWITCH
+from trainkit_gka.cli import PassingFault
+from trainkit_gka.command import LAST_ERROR, LAUNCHER, MISTAKE, SHUTDOWN_TIMEOUT, STORE_SWITCH, end_with_launcher
 
 # Seconds for a step and a save after SIGTERM or Ctrl-C; torchrun's own 30 may be too few.
 SETTINGS = {STORE_SWITCH: "1", SHUTDOWN_TIMEOUT: "300"}
@@ -43,6 +45,8 @@ def main(words: Sequence[str]) -> int:
     """
     for name, value in SETTINGS.items():
         os.environ.setdefault(name, value)
+    end_with_launcher()
+    os.environ[LAUNCHER] = str(os.getpid())
     signals.keep_output()
     signals.outlive_readers()
     from torch.distributed import run  # reads the settings
@@ -59,6 +63,7 @@ def main(words: Sequence[str]) -> int:
             raise api.SignalException(f"got {signal.Signals(number).name}", signal.Signals(number))
 
     api._terminate_process_handler = terminate
+    api.logger.addFilter(lambda record: not record.msg.startswith(("failed (exitcode", "Sending process")))
     with tempfile.TemporaryDirectory() as folder:
         note = Path(folder, "error.json")
         os.environ[LAST_ERROR] = str(note)
@@ -71,7 +76,7 @@ def main(words: Sequence[str]) -> int:
                 return _print(message, code)
             if codes <= STOPPED:
                 return max(128 - code if code < 0 else code for code in codes)
-            raise
+            return _print_first(failed.failures)
         except api.SignalException as signalled:  # from outside, or a command whose mistake must not be tried again
             message, code = _read(note)
             if code is not None and (not message or code == MISTAKE):
@@ -87,6 +92,15 @@ def _read(note: Path) -> tuple[str, int | None]:
         return "", None
     end = json.loads(note.read_text())
     return end["message"], end["code"]
+
+
+def _print_first(failures: dict[int, Any]) -> int:
+    """Print how the first process that failed ended, one that was killed before those that failed for it."""
+    rank, failure = min(failures.items(), key=lambda one: (one[1].exitcode > 0, one[1].timestamp))
+    if failure.exitcode > 0:
+        return _print(f"process {rank} ended with exit code {failure.exitcode}, see above", failure.exitcode)
+    ended = f"process {rank} was ended by signal {-failure.exitcode} (out of memory?)"
+    return _print(f"{ended}; run the same command again", PassingFault.code)
 
 
 def _print(message: str, code: int) -> int:

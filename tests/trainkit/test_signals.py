@@ -16,6 +16,7 @@ import psutil
 import pytest
 from torch.distributed import run
 
+import tiny
 from processes import environment, still_there
 from sources import ROOT
 from trainkit_gka.command import OUR_TORCHRUN, as_typed
@@ -158,6 +159,31 @@ def test_a_training_whose_output_is_closed_saves(launcher, open_output, in_sessi
     (folder,) = (tmp_path / "run/checkpoints").iterdir()
     last = (tmp_path / "run/log.jsonl").read_text().splitlines()[-1]
     assert f'"step": {int(folder.name[5:])}' in last and 5 <= int(folder.name[5:]) < 2000
+
+
+JOB = [sys.executable, "-c", "import sys; from runs import jobs; jobs.start(sys.argv[1], sys.argv[2:]).wait()"]
+
+
+@pytest.mark.parametrize("launcher, victim", [(TWO[:-1], "launcher"), (TWO[:-1], "rank"), (JOB, "launcher")])
+def test_nothing_goes_on_without_the_launcher_or_a_rank(launcher, victim, tmp_path):
+    """A second launch meanwhile is refused in one line."""
+    places = ["--out", tmp_path, "--results", tmp_path / "results.jsonl", "--seconds", "0.01"]
+    words = [*launcher, *TOY.split()[launcher is JOB :], *places, "--steps", 10**6]
+    process = start(words)
+    while "round 5" not in (printed := process.stdout.readline()):
+        assert printed, process.stderr.read()
+    ranks = [child.pid for child in psutil.Process(process.pid).children()]
+    if victim == "rank":
+        tiny.assert_one_line_error(tiny.finish(start(words)), "another process is training in")
+    os.kill(process.pid if victim == "launcher" else ranks_of(process.pid)[1], signal.SIGKILL)
+    assert not still_there(ranks, 30)
+    done = tiny.finish(process)
+    if victim == "launcher":
+        last = (tmp_path / "run/log.jsonl").read_text().splitlines()[-1]
+        (folder,) = (tmp_path / "run/checkpoints").iterdir()
+        assert f'"step": {int(folder.name[5:])}' in last
+    else:
+        tiny.assert_one_line_error(done, "signal 9.* same command again", 75)
 
 
 # Mistakes, and torchrun
