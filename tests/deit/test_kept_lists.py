@@ -4,6 +4,7 @@ import os
 import sys
 import time
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -71,10 +72,15 @@ def test_cached_lists_are_equal_and_read_again_if_torn(data, cache, request, mon
     assert train(data) == want and path.read_bytes() == content and reads(monkeypatch, data) == 0
 
 
-@pytest.mark.parametrize("name, value", [("WORTH_KEEPING", 100.0), ("SETTLED", 2.0)], ids=["quick", "fresh"])
-def test_quick_and_fresh_lists_are_not_cached(name, value, folder, cache, monkeypatch):
+@pytest.mark.parametrize("name, value", [("WORTH_KEEPING", 100.0), ("SETTLED", 2.0), ("HOME", None)])
+def test_quick_and_fresh_lists_and_those_without_a_home_are_not_cached(name, value, folder, cache, monkeypatch):
     """A folder that changed in the tick in which it was read would look unchanged after the next change."""
-    monkeypatch.setattr(lists, name, value)
+    if name == "HOME":  # nor an account, as with docker --user
+        monkeypatch.setattr("pwd.getpwuid", Mock(side_effect=KeyError))
+        for variable in ("GKA_CACHE_DIR", "XDG_CACHE_HOME", "HOME"):
+            monkeypatch.delenv(variable, raising=False)
+    else:
+        monkeypatch.setattr(lists, name, value)
     train(folder)
     assert not cache.exists()
 

@@ -9,6 +9,7 @@
 Images stay encoded until `decode` makes them RGB, in the worker processes.
 """
 
+import os
 from pathlib import Path
 from typing import Literal
 
@@ -36,7 +37,7 @@ def open_source(data: str, split: Literal["train", "val"], parts: DataParts = NO
         return Digits(split)
     if form in ("hf", "hf-stream") and rest:
         return (Hub if form == "hf" else ImageStream)(data, split, rest, parts)
-    root = Path(rest if form == "wds" else data).expanduser().absolute()
+    root = Path(os.path.expanduser(rest if form == "wds" else data)).absolute()
     if not root.is_dir():
         raise UserError(f"{data} {'is not a folder' if root.exists() else 'does not exist'}; data is {FORMS}")
     names = parts.split_names(split, FOLDERS[split])
@@ -82,5 +83,5 @@ def located(data: str) -> str:
     """`data` with an absolute path, so that it names the same images from any folder."""
     form, colon, rest = data.partition(":")
     prefix, name = (form + colon, rest) if form in ("wds", "hf", "hf-stream") else ("", data)
-    folder = Path(name).expanduser()
+    folder = Path(os.path.expanduser(name))
     return data if data == "digits" or not name or not folder.is_dir() else f"{prefix}{folder.absolute()}"

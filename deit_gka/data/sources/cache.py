@@ -34,12 +34,16 @@ def cached(key: Iterable[str], read: Callable[[Note], Tensors]) -> Tensors:
     """The tensors of `read`, from the cache if every place that an earlier call read is unchanged.
 
     key: identifies the list. read: calls its argument with the path of every place before it reads that place. Where
-    the cache folder cannot be written, nothing is cached.
+    there is no cache folder, or none that can be written, nothing is cached.
     """
-    if os.environ.get(SWITCH) == "0":
+    try:
+        folder = None if os.environ.get(SWITCH) == "0" else cache_folder()
+    except RuntimeError:  # neither $HOME nor an account
+        folder = None
+    if folder is None:
         return read(lambda place: None)
     digest = hashlib.sha256("\0".join([FORMAT, *key]).encode(errors="surrogateescape")).hexdigest()
-    path = cache_folder() / "lists" / f"{digest}.safetensors"
+    path = folder / "lists" / f"{digest}.safetensors"
     with contextlib.suppress(OSError, SafetensorError, KeyError):  # absent, damaged, or a place is gone
         tensors = load(path.read_bytes())  # load_file opens it twice; another process may replace it in between
         places = Names(tensors=[tensors.pop(name) for name in PLACES])
@@ -52,7 +56,7 @@ def cached(key: Iterable[str], read: Callable[[Note], Tensors]) -> Tensors:
     if latest < (clock - SETTLED) * 1e9 and time.perf_counter() - started >= WORTH_KEEPING:
         places = dict(zip(PLACES, Names(stamps).tensors))
         with contextlib.suppress(OSError, SafetensorError):
-            cache_folder().mkdir(0o700, parents=True, exist_ok=True)  # the CPU kernel uses none to which others write
+            folder.mkdir(0o700, parents=True, exist_ok=True)  # the CPU kernel uses none to which others write
             with atomic(path) as temporary:
                 write_tensors({**tensors, **places, STAMPS: torch.tensor(list(stamps.values()))}, temporary)
     return tensors
