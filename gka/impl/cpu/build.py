@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 
-from gka.impl.cpu.structs import DECODE, REQUEST
+from gka.impl.cpu import structs
 from gka.request import TURNED_OFF
 
 SWITCH = "GKA_CPU_KERNEL"  # 0 turns the kernel off
@@ -58,7 +58,7 @@ class Unavailable(Exception):
 def obstacle() -> str | None:
     """Why the library is missing, or None. The first call loads or builds it, also while torch.compile traces.
 
-    Raises RuntimeError if a struct has another size in the library than in structs.py.
+    Raises RuntimeError if the struct has another size in the library than in structs.py.
     """
     global _outcome
     with _lock:
@@ -68,10 +68,8 @@ def obstacle() -> str | None:
             except Unavailable as error:
                 _outcome = str(error)
                 return _outcome
-            for layout in (REQUEST, DECODE):
-                if (size := getattr(loaded, f"gka_size_of_{layout.name}")()) != layout.size:
-                    sizes = f"{size} bytes in the library and {layout.size} bytes in structs.py"
-                    raise RuntimeError(f"{layout.name} has {sizes}")
+            if (size := loaded.gka_size_of_GkaRequest()) != structs.SIZE:
+                raise RuntimeError(f"GkaRequest has {size} bytes in the library and {structs.SIZE} bytes in structs.py")
             _outcome = loaded
     return _outcome if isinstance(_outcome, str) else None
 

@@ -12,14 +12,13 @@ import torch
 
 from gka.bandwidth import LOG_SIGMA_BOUND
 from gka.impl.cpu.build import library
-from gka.impl.cpu.structs import NO_TENSOR, REQUEST, address, tensor
+from gka.impl.cpu.structs import NOTHING, TENSORS, address, pack, tensor
 from gka.masking import Mask
 from gka.padding_and_masks import rows_of_equal_length, with_zeros_and_nan, without_nonfinite
 from gka.request import GaussianRequest
 
 FORWARD, BACKWARD = range(2)
 PHASES = ("forward", "backward")
-NO_TENSORS = dict.fromkeys(REQUEST.tensors, NO_TENSOR)
 LOG = logging.getLogger("gka")
 _process = os.getpid()
 
@@ -142,23 +141,16 @@ def _call(phase: int, inputs: Inputs, row_state, tensors: dict, dlog_sigma=None)
     x = addressable(inputs.x)
     log_sigma = inputs.log_sigma.contiguous()
     keys, values = (None if t is None else addressable(t) for t in (inputs.keys, inputs.values))
-    batch, num_queries, num_heads, head_dim = x.shape
-    features = tensor(x)
-    key_features = features if keys is None else tensor(keys)
-    members = dict(
-        NO_TENSORS, x=features, keys=key_features, values=key_features if values is None else tensor(values),
-        log_sigma=log_sigma.data_ptr(), row_state=row_state.data_ptr(), dlog_sigma=address(dlog_sigma), batch=batch,
-        num_queries=num_queries, num_keys=num_queries if keys is None else keys.shape[1], num_heads=num_heads,
-        head_dim=head_dim, before=inputs.before, after=inputs.after, eps=inputs.eps, bound=LOG_SIGMA_BOUND,
-        own_keys=keys is None, own_values=values is None, centred=inputs.centred, threads=num_threads(),
-    )  # fmt: skip
+    members = members_of(x, keys, values, log_sigma, inputs.before, inputs.after)
+    state = dict(row_state=row_state.data_ptr(), dlog_sigma=address(dlog_sigma))
+    members |= dict(state, eps=inputs.eps, centred=inputs.centred)
     members |= {name: tensor(t) for name, t in tensors.items() if t is not None}
     parts: Iterable[dict] = (members,)
     largest, scratch = 0.0, None
     if inputs.lengths is not None:
         parts = _parts(members, inputs.rows_with_tokens(), x.element_size(), row_state)
     for part in parts:
-        request = REQUEST.pack(part)
+        request = pack(part)
         size = scratch_size(request, phase)
         if scratch is None or scratch.numel() < size:
             scratch = x.new_empty(size, dtype=torch.float32)
@@ -166,11 +158,24 @@ def _call(phase: int, inputs: Inputs, row_state, tensors: dict, dlog_sigma=None)
     return largest
 
 
+def members_of(x, keys, values, log_sigma, before: int, after: int) -> dict:
+    """The members of a GkaRequest that every phase reads, the others 0. keys None: x. values None: the keys."""
+    batch, num_queries, num_heads, head_dim = x.shape
+    features = tensor(x)
+    key_features = features if keys is None else tensor(keys)
+    return dict(
+        NOTHING, x=features, keys=key_features, values=key_features if values is None else tensor(values),
+        log_sigma=log_sigma.data_ptr(), batch=batch, num_queries=num_queries,
+        num_keys=num_queries if keys is None else keys.shape[1], num_heads=num_heads, head_dim=head_dim, before=before,
+        after=after, bound=LOG_SIGMA_BOUND, own_keys=keys is None, own_values=values is None, threads=num_threads(),
+    )  # fmt: skip
+
+
 def _parts(members: dict, rows_of_equal_length, size: int, row_state) -> Iterator[dict]:
     """The members for each part of a batch, in which numbers have `size` bytes and the rows' states have no gaps."""
     of_query = row_state.element_size() * row_state.shape[1] * (2 if row_state.dim() == 4 else 1)
     states, dlog_sigma = members["row_state"], members["dlog_sigma"]
-    tensors = [(name, *members[name]) for name in REQUEST.tensors if members[name][0]]  # null pointers stay so
+    tensors = [(name, *members[name]) for name in TENSORS if members[name][0]]  # null pointers stay so
     for rows, length in rows_of_equal_length:
         batch = rows.stop - rows.start
         part: dict[str, Any] = members | dict(batch=batch, num_keys=length, row_state=states, dlog_sigma=dlog_sigma)

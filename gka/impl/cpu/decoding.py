@@ -1,4 +1,4 @@
-"""Decoding on a CPU: a few queries against a cache, as a torch operator without gradients (source/decode.h).
+"""Decoding on a CPU: a few queries against a cache, as a torch operator without gradients (source/decode.cpp).
 
 One call is short, tens of microseconds, so outside torch.compile and other modes the library is called directly.
 """
@@ -9,11 +9,10 @@ from ctypes import c_int64
 
 import torch
 
-from gka.bandwidth import LOG_SIGMA_BOUND
 from gka.impl.cpu.build import library
-from gka.impl.cpu.call import addressable, num_threads
+from gka.impl.cpu.call import addressable, members_of
 from gka.impl.cpu.registering import is_plain, operator
-from gka.impl.cpu.structs import DECODE, address, tensor
+from gka.impl.cpu.structs import address, pack, tensor
 from gka.request import GaussianRequest
 
 DTYPES = (torch.float32, torch.bfloat16)
@@ -35,20 +34,16 @@ def _call(x, keys, values, log_sigma, cos, sin, channel_scales, lengths, key_del
     x, keys, values = (None if t is None else addressable(t) for t in (x, keys, values))
     cos, sin, scales, log_sigma = (None if t is None else t.contiguous() for t in (cos, sin, channel_scales, log_sigma))
     y = x.new_empty(x.shape)
-    batch, num_queries, num_heads, head_dim = x.shape
     arrays = [
         (c_int64 * len(numbers))(*numbers) if numbers else None for numbers in (lengths, key_delays, value_delays)
     ]
     of_lengths, of_key_delays, of_value_delays = (0 if array is None else ctypes.addressof(array) for array in arrays)
-    members = dict(
-        x=tensor(x), keys=tensor(values if keys is None else keys), values=tensor(values), y=tensor(y),
-        cos=address(cos), sin=address(sin), channel_scales=address(scales), lengths=of_lengths,
-        key_delays=of_key_delays, value_delays=of_value_delays, log_sigma=log_sigma.data_ptr(), batch=batch,
-        num_queries=num_queries, num_keys=values.shape[1], num_heads=num_heads, head_dim=head_dim, before=before,
-        after=after, half=x.dtype == torch.bfloat16, half_tables=cos is not None and cos.dtype == torch.bfloat16,
-        threads=num_threads(), bound=LOG_SIGMA_BOUND, eps=NORM_EPS,
+    members = members_of(x, values if keys is None else keys, values, log_sigma, before, after) | dict(
+        y=tensor(y), cos=address(cos), sin=address(sin), channel_scales=address(scales), lengths=of_lengths,
+        key_delays=of_key_delays, value_delays=of_value_delays, half=x.dtype == torch.bfloat16,
+        half_tables=cos is not None and cos.dtype == torch.bfloat16, eps=NORM_EPS,
     )  # fmt: skip
-    request = DECODE.pack(members)
+    request = pack(members)
     scratch = log_sigma.new_empty(scratch_size(request))
     kernel(request, scratch.data_ptr())
     return y
@@ -57,7 +52,7 @@ def _call(x, keys, values, log_sigma, cos, sin, channel_scales, lengths, key_del
 @functools.cache
 def _functions():
     """(the size of a request's scratch, the kernel)."""
-    size, kernel = library().gka_decode_scratch, library().gka_decode
+    size, kernel = library().gka_scratch_decode, library().gka_decode
     size.argtypes, size.restype = (ctypes.c_char_p,), c_int64
     kernel.argtypes, kernel.restype = (ctypes.c_char_p, ctypes.c_void_p), None
     return size, kernel

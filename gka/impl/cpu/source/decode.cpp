@@ -15,15 +15,15 @@ constexpr int64_t LARGEST_PART = 1024;       // tokens that are added up one gro
 // The work in parts: each has some groups of keys of some sequences, in the order of memory. A sequence that several
 // parts share has a running result in each of them: mixed channels, a register of row sums, and the largest score.
 struct Parts {
-  const GkaDecode& q;
+  const GkaRequest& q;
   float* memory;
   int64_t channels, row, results, total = 0, threads, parts;
 
-  Parts(const GkaDecode& q, float* memory)
+  Parts(const GkaRequest& q, float* memory)
       : q(q), memory(memory), channels(round_up(q.head_dim, 16)), row(channels + 32),
         results(q.num_heads * q.num_queries) {
     for (int64_t b = 0; b < q.batch; b++) total += groups(b);
-    threads = std::max<int64_t>(1, std::min(q.threads, total * KEYS / SMALLEST_PART));
+    threads = std::max<int64_t>(1, std::min<int64_t>(q.threads, total * KEYS / SMALLEST_PART));
     parts = threads * (1 + total * KEYS / (threads * LARGEST_PART));
   }
   int64_t length(int64_t b) const { return q.lengths ? q.lengths[b] : q.num_keys; }
@@ -41,7 +41,8 @@ struct Parts {
     return memory + (q.batch + parts) * results * row + (b * results + result) * channels;
   }
 
-  double* factors() const { return reinterpret_cast<double*>(query(q.batch, 0)); }  // (H,)
+  // (H,), of a squared distance in log2 K
+  double* factors() const { return reinterpret_cast<double*>(query(q.batch, 0)); }
 
   // Call work(sequence, groups of it) for all that `part` has.
   template <typename Work>
@@ -143,19 +144,15 @@ void decode_few(const float* x, const Group& keys, const Group& values, double f
 
 template <typename T, typename Table>
 struct Decode {
-  const GkaDecode& q;
+  const GkaRequest& q;
   const Parts plan;
   const bool derived, own_values;  // own_values: a key is the value of its token
 
-  Decode(const GkaDecode& q, float* scratch)
+  Decode(const GkaRequest& q, float* scratch)
       : q(q), plan(q, scratch), derived(q.cos), own_values(!derived && q.keys.data == q.values.data) {}
 
-  double factor(int64_t h) const {  // of a squared distance in log2 K
-    const double s = q.log_sigma[h], clamped = s > q.bound ? q.bound : s < -q.bound ? -q.bound : s;
-    return -0.5 * LOG2_E * std::exp(-2.0 * clamped);
-  }
   void prepare() const {
-    for (int64_t h = 0; h < q.num_heads; h++) plan.factors()[h] = factor(h);
+    for (int64_t h = 0; h < q.num_heads; h++) plan.factors()[h] = -0.5 * LOG2_E * inverse_variance(q, h);
     for (int64_t b = 0; b < q.batch; b++) pack_queries(b);
   }
   void pack_queries(int64_t b) const {  // padded with zeros
@@ -251,7 +248,7 @@ struct Decode {
 };
 
 template <typename T, typename Table>
-void decode(const GkaDecode& q, float* scratch) {
+void decode(const GkaRequest& q, float* scratch) {
   const Decode<T, Table> decode(q, scratch);
   decode.prepare();
 #pragma omp parallel num_threads(decode.plan.threads)
@@ -267,12 +264,10 @@ void decode(const GkaDecode& q, float* scratch) {
 
 }  // namespace
 
-int64_t gka_size_of_GkaDecode() { return sizeof(GkaDecode); }
+int64_t gka_scratch_decode(const GkaRequest* request) { return Parts(*request, nullptr).scratch(); }
 
-int64_t gka_decode_scratch(const GkaDecode* request) { return Parts(*request, nullptr).scratch(); }
-
-void gka_decode(const GkaDecode* request, float* scratch) {
-  const GkaDecode& q = *request;
+void gka_decode(const GkaRequest* request, float* scratch) {
+  const GkaRequest& q = *request;
   if (q.half) q.half_tables ? decode<uint16_t, uint16_t>(q, scratch) : decode<uint16_t, float>(q, scratch);
   else q.half_tables ? decode<float, uint16_t>(q, scratch) : decode<float, float>(q, scratch);
 }

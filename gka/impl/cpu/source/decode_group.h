@@ -1,7 +1,6 @@
 // A group of tokens of one head of a cache, in float32 and padded to whole registers, as decoding computes with them.
 // bfloat16, odd numbers of channels and keys that are derived from values are converted into a buffer.
 #pragma once
-#include "decode.h"
 #include "head.h"
 
 namespace gka {
@@ -78,7 +77,7 @@ struct Group {
   // Keys: the two halves of each value, rotated by the table's row of its token; `scale` normalises them. HALF: the
   // channels of a half, or 0 if that is not known at compile time. SCALED: multiply by channel_scales first.
   template <int64_t HALF, bool SCALED, typename Table, typename T>
-  GKA_INLINE void derive(const Rows<T>& values, const GkaDecode& q, int64_t h, int64_t j, int64_t how_many) {
+  GKA_INLINE void derive(const Rows<T>& values, const GkaRequest& q, int64_t h, int64_t j, int64_t how_many) {
     const int64_t half = HALF ? HALF : q.head_dim / 2;
     const float* factors = SCALED ? q.channel_scales + h * q.head_dim : nullptr;
     const Table *cos = static_cast<const Table*>(q.cos), *sin = static_cast<const Table*>(q.sin);
@@ -106,7 +105,7 @@ struct Group {
       squares[n] = even + odd;
     }
     const Vector mean = sums(squares) * Vector::all(1.0f / float(2 * half));
-    (Vector::all(1.0f) / (mean + Vector::all(float(q.eps))).sqrt()).store(scale);
+    (Vector::all(1.0f) / (mean + Vector::all(q.eps)).sqrt()).store(scale);
   }
 };
 

@@ -1,7 +1,8 @@
-// The C interface: the arguments of one call of a kernel (gka/impl/cpu/call.py packs them).
+// The C interface: the arguments of one call of a kernel (gka/impl/cpu/call.py and decoding.py pack them).
 //
 // Legend: B batch, Tq queries, Tk keys, H heads, D head_dim. The same struct serves every phase and dtype; a phase
 // reads the members that it needs. The library allocates nothing and keeps nothing: memory belongs to the caller.
+// Decoding is a few queries against a cache of keys and values, forward only.
 #pragma once
 #include <cstdint>
 
@@ -30,12 +31,19 @@ struct GkaRequest {
                                  // float: sum_j K_ij + eps in self-attention, else log2 of the row sum without the
                                  // query's norm
   float* dlog_sigma;             // (H,), written by backward
+  const void *cos, *sin;         // decoding: (Tk or more, D / 2) tables, contiguous: keys are rotated, normalised
+                                 // values, and `keys` is not read; or null
+  const float* channel_scales;   // decoding: (H, D): values are multiplied by it before they are rotated; null: by 1
+  const int64_t* lengths;        // decoding: (B,) tokens of each sequence, Tq to Tk; null: Tk
+  const int64_t *key_delays, *value_delays;  // decoding: (H,): the key (value) at place j is that of token j - delay;
+                                             // null: 0
   int64_t batch, num_queries, num_keys, num_heads, head_dim;
   int64_t before, after;         // the query at i sees the keys i - before .. i + after; -1: no limit
-  float eps;                     // added to the row sums of self-attention
+  float eps;                     // added to the row sums of self-attention; decoding: of the RMS norm of rotated keys
   float bound;                   // |log_sigma| is clamped to it; the gradient is 0 outside
   int32_t own_keys, own_values;  // the keys are x; the values are the keys
   int32_t centred;               // subtract the mean of the keys first: distances do not change
+  int32_t half, half_tables;     // decoding: x, keys, values and y (the tables) are bfloat16; 0: float32
   int32_t threads;               // affects at most the last bits of a result
 };
 
@@ -56,3 +64,6 @@ GKA_EXPORT int32_t gka_ready_bfloat16(int32_t tiles);
 GKA_EXPORT int64_t gka_scratch_bfloat16(const GkaRequest* request, int32_t phase);
 GKA_EXPORT float gka_forward_bfloat16(const GkaRequest* request, float* scratch);
 GKA_EXPORT void gka_backward_bfloat16(const GkaRequest* request, float* scratch);
+
+GKA_EXPORT int64_t gka_scratch_decode(const GkaRequest* request);  // float32 numbers, as above
+GKA_EXPORT void gka_decode(const GkaRequest* request, float* scratch);
