@@ -1,16 +1,21 @@
-"""Bad input is one clear error that names the argument and what was expected."""
+"""Bad input is one clear error that names the argument and what was expected, or a warning; a batch of no sequences,
+such as the last of a sharded data set, is no bad input.
+"""
 
 import math
+import warnings
 from functools import partial
 
 import pytest
 import torch
 from torch._subclasses import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from gka import (
     GaussianKernelAttention,
     GaussianMultiheadAttention,
     attention_cost,
+    bandwidth_warnings,
     decode_attention,
     dot_product_attention,
     gaussian_attention,
@@ -18,11 +23,12 @@ from gka import (
     log_kernel,
     select_impl,
 )
+from operator_cases import CPU, IMPLS
 
 X = torch.randn(2, 5, 3, 16)
 S = torch.zeros(3)
 HIDDEN = torch.randn(2, 5, 32)
-IMPLS = "impl must be one of auto, reference, triton, cpu, flex, sdpa, got 'cuda'"
+NAMES = "impl must be one of auto, reference, triton, cpu, flex, sdpa, got 'cuda'"
 attend, layer, baseline = gaussian_attention, GaussianKernelAttention, dot_product_attention
 multihead, literal = GaussianMultiheadAttention, partial(gaussian_attention, impl="reference")  # checks at the door
 PADDING, TABLES = torch.zeros(2, 5, dtype=torch.bool), (torch.ones(30, 8), torch.ones(30, 8))
@@ -52,7 +58,7 @@ CASES = [  # the error, its words, and a call
     (ValueError, "window must be >= 0", lambda: attend(X, S, window=-1)),
     (TypeError, "eps must be a number", lambda: attend(X, S, eps="1e-6")),
     (ValueError, "eps must be finite and >= 0", lambda: attend(X, S, eps=-1.0)),
-    (ValueError, IMPLS, lambda: attend(X, S, impl="cuda")),
+    (ValueError, NAMES, lambda: attend(X, S, impl="cuda")),
     (ValueError, "no backward pass outside CUDA", lambda: attend(X.clone().requires_grad_(), S, impl="flex")),
     (ValueError, "no backward pass outside CUDA", lambda: attend(X, S.clone().requires_grad_(), impl="flex")),
     (ValueError, "one of auto, flex, sdpa, got 'reference'", lambda: baseline(X, X, X, impl="reference")),
@@ -60,7 +66,7 @@ CASES = [  # the error, its words, and a call
     (TypeError, "dim and num_heads must be ints, got float and int", lambda: layer(8.0, 2)),
     (ValueError, "num_heads must divide dim, got dim=10 and num_heads=3", lambda: layer(10, 3)),
     (ValueError, "window must be >= 0", lambda: layer(32, 2, window=-1)),
-    (ValueError, IMPLS, lambda: layer(32, 2, impl="cuda")),
+    (ValueError, NAMES, lambda: layer(32, 2, impl="cuda")),
     (TypeError, r"x must be a torch.Tensor of shape \(B, T, dim\), got NoneType", lambda: layer(8, 2)(None)),
     (TypeError, r"x must have .*weights, torch.float32, got torch.float16: cast", lambda: layer(32, 2)(HIDDEN.half())),
     (TypeError, "context must have the dtype of .*torch.float64", lambda: layer(32, 2)(HIDDEN, HIDDEN.double())),
@@ -118,3 +124,115 @@ def test_fake_tensors_are_not_looked_into():
         x = torch.empty(2, 5, 3, 16, requires_grad=True)
         gaussian_attention(x, torch.empty(3)).sum().backward()
         assert x.grad.shape == x.shape
+
+
+BANDWIDTHS = [(0.0, "small"), (5.6e-3, "small"), (5.7e-3, ""), (64**0.25, ""), (1130, ""), (1132, "large")]
+
+
+@pytest.mark.parametrize("sigma, fault", [*BANDWIDTHS, (math.inf, "large")])
+def test_a_bandwidth_is_judged_by_what_it_does_to_features_of_its_length(sigma, fault):
+    """Tokens that differ by 1 % of the norm have no weight at all; or opposite ones have the same to 1e-4."""
+    lines = bandwidth_warnings(3, [1.0, sigma, sigma], 64, "--lr")
+    assert [*lines] == (["sigma of layer_3, heads 1, 2"] if fault else [])
+    assert all(fault in line and "--lr" in line for line in lines.values())
+    norm = 64**0.5
+    near, far = (math.exp(-(distance**2) / (2 * sigma**2)) if sigma else 0.0 for distance in (norm / 100, 2 * norm))
+    assert (near < math.exp(-100)) == (fault == "small") and (far > 1 - 1e-4) == (fault == "large")
+
+
+def warned(*, log_sigma=0.0, offset=0.0, dtype=torch.float32, impl="sdpa", causal=True, times=1):
+    """Messages of so many calls at one line, by Python's own rule."""
+    x = torch.randn(1, 20, 2, 16, dtype=dtype) + offset
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("default")
+        for _ in range(times):
+            gaussian_attention(x, torch.full((2,), log_sigma), causal=causal, impl=impl)
+    ours = [w for w in caught if str(w.message).startswith("gaussian_attention")]
+    return [str(w.message) for w in ours], [w.filename for w in ours]
+
+
+@pytest.mark.parametrize("impl", [CPU, "sdpa", "flex"])
+def test_features_that_float32_cannot_resolve_are_warned_of_once(impl):
+    for lost in (dict(log_sigma=math.log(1e-3)), dict(offset=300.0), dict(offset=300.0, dtype=torch.bfloat16)):
+        messages, files = warned(impl=impl, times=3, **lost)
+        assert len(messages) == 1
+        assert all(word in messages[0] for word in ("normalise the heads", "float64", "impl='reference'"))
+        assert files == [__file__]  # the warning names the caller's line, not ours
+    centred, half = dict(offset=300.0, causal=False), dict(offset=10.0, dtype=torch.bfloat16)
+    for fine in (dict(), dict(log_sigma=math.log(0.1)), dict(offset=10.0), centred, half):
+        assert warned(impl=impl, **fine) == ([], [])
+    assert warned(offset=300.0, dtype=torch.float64) == warned(offset=300.0, impl="reference") == ([], [])
+
+
+def test_values_are_not_read_where_that_would_stall_or_break_a_graph():
+    x, log_sigma = torch.full((1, 20, 2, 16), 300.0), torch.zeros(2)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="gaussian_attention")
+        gaussian_attention(x.to("meta"), log_sigma.to("meta"), causal=True, impl="sdpa")
+        torch.func.vmap(lambda x: gaussian_attention(x, log_sigma, causal=True, impl="sdpa"))(x[None])
+        torch.func.vmap(lambda keys: gaussian_attention(x, log_sigma, keys=keys, causal=True, impl="sdpa"))(x[None])
+    compiled = torch.compile(
+        lambda x: gaussian_attention(x, log_sigma, causal=True, impl="sdpa"), fullgraph=True, backend="aot_eager"
+    )
+    assert compiled(x).isfinite().all()
+
+
+class Crossings(TorchDispatchMode):
+    """Counts what comes from the CPU: there such a copy waits for the GPU, and a CUDA graph cannot hold it."""
+
+    count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.count += any(isinstance(t, torch.Tensor) and t.device.type == "cpu" for t in args)
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_on_a_gpu_nothing_comes_from_the_cpu(causal):
+    """By torch's fake tensors, which need no GPU."""
+    with FakeTensorMode(), Crossings() as crossings:
+        x, log_sigma = torch.empty(1, 20, 2, 16, device="cuda"), torch.zeros(2, device="cuda")
+        gaussian_attention(x, log_sigma, causal=causal, impl="sdpa")
+    assert crossings.count == 0
+
+
+NO_LENGTHS = dict(constant_norm=True, lengths=torch.zeros(0, dtype=torch.int64))
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+
+
+def no_sequences(tokens: int, dtype: torch.dtype, requires_grad: bool = True) -> torch.Tensor:
+    return torch.randn(0, tokens, 3, 16, dtype=dtype, requires_grad=requires_grad)
+
+
+@DTYPES
+@pytest.mark.parametrize("options", [dict(), dict(causal=True, window=2), NO_LENGTHS], ids=str)
+@pytest.mark.parametrize("num_keys", [None, 7])
+@pytest.mark.parametrize("impl", ["auto", *IMPLS])
+def test_the_operator_of_no_sequences(impl, num_keys, options, dtype):
+    learns = impl != "flex"  # it has no gradients on CPUs
+    options = dict(impl=impl, constant_norm=num_keys is not None) | options  # Triton has no other gradients of keys
+    x, log_sigma = no_sequences(5, dtype, learns), torch.zeros(3, requires_grad=learns)
+    keys = None if num_keys is None else no_sequences(num_keys, dtype, learns)
+    y = gaussian_attention(x, log_sigma, keys=keys, **options)
+    assert y.shape == (0, 5, 3, 16) and y.dtype == dtype
+    assert select_impl(x, keys=keys, **options) == "reference"
+    if learns:
+        y.sum().backward()
+        assert x.grad.shape == x.shape and torch.equal(log_sigma.grad, torch.zeros(3))
+        assert keys is None or keys.grad.shape == keys.shape
+
+
+@pytest.mark.parametrize("impl", ["auto", "sdpa", "flex"])
+def test_the_softmax_baseline_of_no_sequences(impl):
+    q, k = (no_sequences(tokens, torch.float32, requires_grad=False) for tokens in (5, 7))
+    assert dot_product_attention(q, k, k, causal=True, window=2, impl=impl).shape == (0, 5, 3, 16)
+
+
+def test_the_layer_learns_nothing_from_no_sequences():
+    layer = GaussianKernelAttention(48, 3, head_norm=True, causal=True)
+    for call in (layer, torch.compile(layer, backend="aot_eager", fullgraph=True)):
+        y = call(torch.randn(0, 5, 48))
+        assert y.shape == (0, 5, 48)
+        y.sum().backward()
+        assert all(p.grad is not None and not p.grad.any() for p in layer.parameters())
+        assert call(torch.randn(2, 5, 48)).shape == (2, 5, 48)
