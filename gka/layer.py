@@ -74,10 +74,9 @@ class GaussianKernelAttention(nn.Module):
         self.causal, self.window, self.head_norm, self.impl = causal, window, head_norm, impl
         self.log_sigma = nn.Parameter(initial_log_sigma(num_heads, self.sigma_squared))
         self.log_scale = nn.Parameter(torch.zeros(dim)) if channel_bandwidths else None
-        pattern = offsets.delays_of(head_offsets)
-        if len(pattern) > num_heads:
-            raise ValueError(f"head_offsets {head_offsets} has {len(pattern)} letters but there are {num_heads} heads")
-        self.head_offsets, self.pairing = head_offsets, offsets.head_offsets(pattern, num_heads)
+        self.head_offsets, self.pairing = head_offsets, offsets.head_offsets(head_offsets, num_heads)
+        if (letters := len(head_offsets)) > num_heads:
+            raise ValueError(f"head_offsets {head_offsets} has {letters} letters but there are {num_heads} heads")
         self.proj = nn.Linear(dim, dim, bias=bias)
 
     def reset_parameters(self) -> None:

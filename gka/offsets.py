@@ -19,7 +19,6 @@ import torch
 from torch import nn
 
 DELAYS = {"N": (0, 0), "P": (0, 1), "S": (1, 0)}  # of a head's keys and of its values, in tokens
-Delays = Sequence[tuple[int, int]]  # of the heads, which repeat them
 
 
 class HeadOffsets(nn.Module):
@@ -29,12 +28,11 @@ class HeadOffsets(nn.Module):
     a slot's key is not its token's.
     """
 
-    def __init__(self, pattern: Delays, num_heads: int):
-        """pattern: at least one delay is not 0."""
+    def __init__(self, letters: str, num_heads: int):
+        """letters: keys of DELAYS, at least one of them not N."""
         super().__init__()
-        self.period = len(pattern)
-        tiled = [pattern[head % self.period] for head in range(num_heads)]
-        self.key_delays, self.value_delays = zip(*tiled)
+        self.period = len(letters)
+        self.key_delays, self.value_delays = zip(*(DELAYS[letters[head % self.period]] for head in range(num_heads)))
         self.reach, self.moves_keys = max(self.key_delays + self.value_delays), any(self.key_delays)
 
     def forward(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -57,13 +55,11 @@ def later(x: torch.Tensor, delays: Sequence[int], period: int) -> torch.Tensor:
     return moved
 
 
-def head_offsets(pattern: Delays, num_heads: int) -> HeadOffsets | None:
-    """The offsets of a layer's heads; None where no head is late."""
-    return HeadOffsets(pattern, num_heads) if any(map(any, pattern[:num_heads])) else None
+def head_offsets(letters: str, num_heads: int) -> HeadOffsets | None:
+    """The offsets of a layer's heads by a pattern such as PS, upper or lower case; None where no head is late.
 
-
-def delays_of(letters: str) -> Delays:
-    """The delays of a pattern such as PS, upper or lower case. Raises ValueError for other letters."""
+    Raises ValueError for other letters.
+    """
     if not isinstance(letters, str) or any(letter not in DELAYS for letter in letters.upper()):
         raise ValueError(f"head_offsets must be made of the letters {', '.join(DELAYS)}, got {letters!r}")
-    return [DELAYS[letter] for letter in letters.upper()]
+    return HeadOffsets(letters.upper(), num_heads) if letters[:num_heads].upper().strip("N") else None

@@ -99,9 +99,9 @@ class GPTConfig:
         long = layer == self.n_layer - 1 or letter == "L"
         return self.sequence_len if long else self.sequence_len // 2
 
-    def offset_pattern(self, layer: int) -> tuple[tuple[int, int], ...]:
-        """The delays of keys and values in tokens, tiled over the heads; empty without head offsets."""
-        return tuple(DELAYS[letter] for letter in self.head_offsets.upper()) if self.has_additions(layer) else ()
+    def offset_pattern(self, layer: int) -> str:
+        """The letters of the layer's head offsets, tiled over the heads; empty without."""
+        return self.head_offsets.upper() if self.has_additions(layer) else ""
 
     @property
     def head_dim(self) -> int:
