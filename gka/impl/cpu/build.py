@@ -1,8 +1,8 @@
 """The compiled kernel: taken from the user's cache folder, or built into it by the system's compiler at the first use.
 
-The file's name is a hash of everything that decides what is in it: source, flags, compiler and instruction set. The
-instruction set is named, never "native", so a home folder that machines share serves each of them. A folder that
-another user owns or may write to is not used: each process then compiles into a temporary one.
+The file's name is a hash of source and flags, with the instruction set, which is named, never "native": a home folder
+that machines share serves each of them, also those without a compiler. A folder that another user owns or may write to
+is not used, nor one that is missing or read-only: each process then compiles into a temporary one.
 """
 
 import contextlib
@@ -34,7 +34,7 @@ SOURCE = Path(__file__).with_name("source")
 COMPILERS = ("g++", "c++", "clang++")
 FLAGS = ("-std=c++17", "-O3", "-fPIC", "-shared", "-fopenmp", "-fvisibility=hidden", "-ffp-contract=off", "-w")
 INSTRUCTIONS = {"AVX512": ("-mavx512f", "-mavx512dq", "-mavx2", "-mfma"), "AVX2": ("-mavx2", "-mfma")}
-TIMEOUT, VERSION_TIMEOUT = 600, 60  # seconds: of compiling, and of asking for the compiler's version
+TIMEOUT = 600  # seconds of compiling
 LOG = logging.getLogger("gka")
 
 _lock = threading.Lock()
@@ -102,10 +102,14 @@ def _load() -> ctypes.CDLL:
         status = folder.stat()  # a library in it is run
         if status.st_uid == os.geteuid() and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
             return ctypes.CDLL(str(_built(instructions, folder)))
-        LOG.warning("gka: the CPU kernel is compiled for this process: another user owns or may write to %s", folder)
+        reason = f"another user owns or may write to {folder}"
+    except (OSError, RuntimeError) as error:  # no folder, or one to which nothing is written or from which nothing runs
+        reason = str(error).rstrip(".")
+    LOG.warning("gka: the CPU kernel is compiled for this process: %s; %s chooses another folder", reason, FOLDER)
+    try:
         with tempfile.TemporaryDirectory(prefix="gka-") as temporary:  # the library stays loaded
             return ctypes.CDLL(str(_built(instructions, Path(temporary))))
-    except (OSError, RuntimeError) as error:  # no folder, or one to which nothing is written or from which nothing runs
+    except OSError as error:
         raise Unavailable(f"{str(error).rstrip('.')}; {FOLDER} chooses another folder") from None
 
 
@@ -120,15 +124,16 @@ def _built(instructions: str, folder: Path) -> Path:
     """Path of the library in `folder`. Raises Unavailable if the compiler is missing or fails, OSError for a folder."""
     import fcntl  # not on every system
 
-    compiler = _compiler()
-    command = [*compiler, *FLAGS, *INSTRUCTIONS[instructions]]
-    end = _digest(command, compiler).encode()
+    flags = (*FLAGS, *INSTRUCTIONS[instructions])
+    end = _digest(flags).encode()
     path = folder / f"gka-{instructions.lower()}-{end.decode()}.so"
     if not path.exists():
+        command = [*_compiler(), *flags]
         with open(folder / "lock", "w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)  # the system releases it if this process dies
-            for abandoned in folder.glob("building-*"):  # by a killed process: nobody else builds here now
-                shutil.rmtree(abandoned, ignore_errors=True)
+            with contextlib.suppress(OSError):  # of file systems without locks, where several processes may build
+                fcntl.flock(lock, fcntl.LOCK_EX)  # the system releases it if this process dies
+                for abandoned in folder.glob("building-*"):  # by a killed process: nobody else builds here now
+                    shutil.rmtree(abandoned, ignore_errors=True)
             if not path.exists():
                 LOG.warning("gka: compiling the CPU kernel, once, for a few seconds: %s", path)
                 _compile(command, path, end)
@@ -164,34 +169,31 @@ def _compiler() -> list[str]:
     raise Unavailable(f"no C++ compiler was found (CXX, {', '.join(COMPILERS)}); install one, such as g++")
 
 
-def _digest(command: list[str], compiler: list[str]) -> str:
-    digest = hashlib.sha256(" ".join(command).encode())
-    digest.update(_run([[*compiler, "--version"]], VERSION_TIMEOUT).encode())
+def _digest(flags: tuple[str, ...]) -> str:
+    digest = hashlib.sha256(" ".join(flags).encode())
     for path in sorted(SOURCE.iterdir()):
         digest.update(path.name.encode() + path.read_bytes())
     return digest.hexdigest()[:16]
 
 
-def _run(commands: list[list[str]], seconds: float) -> str:
-    """The output of the commands, which run at the same time.
+def _run(commands: list[list[str]], seconds: float) -> None:
+    """Run the commands at the same time.
 
     Raises Unavailable, with its error, if one fails or takes longer; then the others are ended.
     """
-    pipes: dict[str, Any] = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, errors="replace")
-    end, outputs = time.monotonic() + seconds, []
+    pipes: dict[str, Any] = dict(stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, errors="replace")
+    end = time.monotonic() + seconds
     with contextlib.ExitStack() as running:
         try:
             processes = [running.enter_context(_Ended(words, **pipes, start_new_session=True)) for words in commands]
             for process in processes:
-                output, errors = process.communicate(timeout=max(0.0, end - time.monotonic()))
-                outputs.append(output)
+                _, errors = process.communicate(timeout=max(0.0, end - time.monotonic()))
                 if code := process.returncode:
                     raise Unavailable(f"{commands[0][0]} failed with exit code {code}: {_first_error(errors)}")
         except OSError as error:
             raise Unavailable(f"the compiler did not run: {error}") from None
         except subprocess.TimeoutExpired:
             raise Unavailable(f"{commands[0][0]} did not finish in {seconds} seconds") from None
-    return "".join(outputs)
 
 
 def _first_error(errors: str) -> str:
