@@ -48,6 +48,7 @@ def use_gka(model: nn.Module, sigma_squared: float | None = None) -> nn.Module:
         done = any(name.endswith("log_sigma") for name, _ in model.named_parameters())
         reason = "it has GKA already" if done else "it has none with q_proj, k_proj, v_proj or query, key, value"
         raise ValueError(f"no attention layer of the model can be changed: {reason}")
+    changes = []  # all of them are checked before the model is changed
     for path, layer, names in layers:
         widths = {getattr(layer, name).out_features for name in names} | {getattr(layer, names[0]).in_features}
         if len(widths) > 1:
@@ -58,15 +59,17 @@ def use_gka(model: nn.Module, sigma_squared: float | None = None) -> nn.Module:
         num_heads = getattr(layer, "num_heads", config.num_attention_heads)
         weight = getattr(layer, names[0]).weight
         start = (widths.pop() // num_heads) ** 0.5 if sigma_squared is None else sigma_squared
-        for name in names:
-            setattr(layer, name, nn.Identity())
-        layer.log_sigma = nn.Parameter(initial_log_sigma(num_heads, start).to(weight.device))
-        layer.looks_elsewhere = any(part in CROSS or "cross" in part for part in path.lower().split(".")[-2:])
+        log_sigma = nn.Parameter(initial_log_sigma(num_heads, start).to(weight.device))
+        looks_elsewhere = any(part in CROSS or "cross" in part for part in path.lower().split(".")[-2:])
+        changes.append((layer, names, log_sigma, looks_elsewhere))
     for part in model.modules():
         if isinstance(part, PreTrainedModel):
             part.set_attn_implementation(NAME)
             part.config._attn_implementation = NAME  # a part of a larger model may keep its own otherwise
-    for _, layer, _ in layers:
+    for layer, names, log_sigma, looks_elsewhere in changes:
+        for name in names:
+            setattr(layer, name, nn.Identity())
+        layer.log_sigma, layer.looks_elsewhere = log_sigma, looks_elsewhere
         layer.config._attn_implementation = NAME
     return model
 

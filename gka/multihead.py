@@ -111,16 +111,22 @@ def replace_multihead(model: nn.Module, sigma_squared: float | None = None) -> n
     replaced: dict[int, GaussianMultiheadAttention] = {}  # a layer that stands in two places stays one
     if isinstance(model, nn.MultiheadAttention):
         raise ValueError("the model is a MultiheadAttention itself: build a GaussianMultiheadAttention")
-    for parent in list(model.modules()):
-        for name, old in list(parent._modules.items()):
-            if isinstance(old, nn.MultiheadAttention):
-                if id(old) not in replaced:
-                    replaced[id(old)] = _in_place_of(name, old, sigma_squared)
-                setattr(parent, name, replaced[id(old)])
-        if isinstance(parent, nn.TransformerEncoder):
-            parent.use_nested_tensor = False  # of its fast path
+    places = [
+        (parent, name, old)
+        for parent in model.modules()
+        for name, old in parent._modules.items()
+        if isinstance(old, nn.MultiheadAttention)
+    ]
+    for _, name, old in places:  # all of them are checked before the model is changed
+        if id(old) not in replaced:
+            replaced[id(old)] = _in_place_of(name, old, sigma_squared)
     if not replaced:
         raise ValueError("the model has no torch.nn.MultiheadAttention that could be replaced")
+    for parent, name, old in places:
+        setattr(parent, name, replaced[id(old)])
+    for part in model.modules():
+        if isinstance(part, nn.TransformerEncoder):
+            part.use_nested_tensor = False  # of its fast path
     return model
 
 

@@ -117,6 +117,20 @@ def test_what_it_cannot_change_is_named():
         model(ids(), past_key_values=transformers.StaticCache(config=model.config, max_cache_len=16))
 
 
+def test_a_model_that_is_refused_stays_as_it_was():
+    model = transformers.BertModel(transformers.BertConfig(**SIZES)).eval()
+    y = model(ids()).last_hidden_state
+    wider = transformers.BertModel(transformers.BertConfig(**SIZES))
+    wider.encoder.layer[1].attention.self.key = nn.Linear(32, 16)
+    for refused, options in ((wider, {}), (model, dict(sigma_squared=0.0))):
+        names = [name for name, _ in refused.named_parameters()]
+        with pytest.raises(ValueError, match=r"as wide as the model|sigma_squared"):
+            use_gka(refused, **options)
+        assert names == [name for name, _ in refused.named_parameters()]
+        assert refused.config._attn_implementation != "gka"
+    assert torch.equal(model(ids()).last_hidden_state, y)
+
+
 def test_cross_attention_reads_the_encoder_and_every_part_is_changed():
     torch.manual_seed(0)
     sizes = dict(d_model=32, encoder_layers=1, decoder_layers=1, encoder_ffn_dim=64, decoder_ffn_dim=64, vocab_size=50)

@@ -89,6 +89,18 @@ def test_what_it_cannot_replace_is_named():
         GaussianMultiheadAttention(32, 4)(*[torch.zeros(3, 2, 32)] * 3, key_padding_mask=torch.ones(2, 3))
 
 
+def test_a_model_that_is_refused_stays_as_it_was():
+    good = nn.TransformerEncoder(nn.TransformerEncoderLayer(32, 4, 64, batch_first=True), 2)
+    model = nn.ModuleList([good, nn.MultiheadAttention(32, 4, add_bias_kv=True)])
+    x, before = torch.randn(2, 9, 32), [type(part) for part in model.modules()]
+    y = good.eval()(x)
+    for refused, options in ((model, {}), (good, dict(sigma_squared=-1.0))):
+        with pytest.raises(ValueError, match=r"adds keys of its own|sigma_squared"):
+            replace_multihead(refused, **options)
+        assert before == [type(part) for part in model.modules()]
+        assert good.use_nested_tensor and torch.equal(good(x), y)
+
+
 def test_the_hint_of_a_causal_mask_counts_for_as_many_keys_as_queries():
     layer, x = GaussianMultiheadAttention(32, 4, batch_first=True), torch.randn(2, 3, 32)
     context = torch.randn(2, 5, 32)
