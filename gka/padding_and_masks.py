@@ -16,7 +16,7 @@ from itertools import groupby
 import torch
 import torch.nn.functional as F
 
-from gka.request import HIDING, GaussianRequest, Request
+from gka.request import GaussianRequest, Request
 from gka.validation import readable
 
 Padding = tuple[torch.Tensor | None, torch.Tensor | None]
@@ -77,7 +77,7 @@ def without_nonfinite(request: GaussianRequest) -> tuple[GaussianRequest, torch.
     """(The request with zeros in the place of tokens that are not finite; which rows see one, (B, Tq, H, 1) bool.) The
     second is None, and the request unchanged, where every query sees every key or all tokens are finite.
     """
-    if not set(request.requested) & HIDING:
+    if not request.hiding:
         return request, None
     tensors = {name: t for name in ("x", "keys", "values") if (t := getattr(request, name)) is not None}
     if all(readable(t) and math.isfinite(t.detach().sum().item()) for t in tensors.values()):
@@ -109,13 +109,14 @@ def with_zeros_and_nan(request: GaussianRequest, y: torch.Tensor, nan_rows: torc
 
 
 def can_pack(request: GaussianRequest) -> bool:
-    """Whether the packed request has the same result. Under a causal mask or a window queries are aligned by place."""
-    return request.own_keys or not (request.mask.causal or request.mask.window is not None)
+    """Whether the packed request has the same result. Under a mask's conditions queries are aligned by place."""
+    return request.own_keys or not request.mask.conditions
 
 
 def must_pack(request: GaussianRequest) -> bool:
     """Whether padding may lie within a window, which counts tokens: packed, it counts them for every implementation."""
-    return request.key_padding_mask is not None and request.own_keys and request.mask.window is not None
+    counts = request.mask.conditions not in ([], ["causal"])
+    return request.key_padding_mask is not None and request.own_keys and counts
 
 
 def tokens_first(key_padding_mask: torch.Tensor) -> torch.Tensor:
@@ -175,7 +176,7 @@ def _not_finite(t: torch.Tensor) -> torch.Tensor:
 
 def _sees_some(request: GaussianRequest, keys: torch.Tensor) -> torch.Tensor:
     """Which rows see one of these `keys`, (B, Tk, H) -> (B, Tq, H)."""
-    if request.attn_mask is not None:
+    if request.attn_mask is not None or not request.mask.is_reach:
         return (visible(request).float() @ keys.transpose(1, 2)[..., None].float())[..., 0].transpose(1, 2) > 0
     if (hidden := padding(request)) is not None:
         keys = keys & ~hidden[:, :, None]

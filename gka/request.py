@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, fields
 
 import torch
 
-from gka.masking import Mask
+from gka.masking import Mask, names_set
 from gka.validation import FLOATING
 
 Tables = tuple[torch.Tensor, torch.Tensor]
@@ -48,10 +48,13 @@ class Request:
     key_padding_mask: torch.Tensor | None = None  # (B, Tk) bool, True for padding
     attn_mask: torch.Tensor | None = None  # broadcast to (B, H, Tq, Tk): bool, True = visible, or added to exponents
     forward_mode: bool | None = None  # whether a derivative in forward mode is being taken
-    requested: tuple[str, ...] = field(init=False)  # names of the mask's conditions and of the options that are set
+    hiding: list[str] = field(init=False)  # names of what keeps some query from some key
+    requested: list[str] = field(init=False)  # these, and the other options that are set
 
     def __post_init__(self) -> None:
-        self.requested = (*_set_among(CONDITIONS, self.mask), *_set_among(OPTIONS, self))
+        conditions, options = self.mask.conditions, names_set(self, OPTIONS)
+        self.hiding = conditions + [name for name in options if name in PADDING_AND_MASKS]
+        self.requested = conditions + options
 
     @property
     def own_keys(self) -> bool:
@@ -118,10 +121,5 @@ class SoftmaxRequest(Request):
     scale: float
 
 
-CONDITIONS = tuple(condition.name for condition in fields(Mask))
 OPTIONS = tuple(option.name for option in fields(GaussianRequest) if option.default is None)
-HIDING = {*CONDITIONS, "lengths", "key_padding_mask", "attn_mask"}  # what keeps some query from some key
-
-
-def _set_among(names: tuple[str, ...], owner: object) -> list[str]:
-    return [name for name in names if (value := getattr(owner, name, None)) is not None and value is not False]
+PADDING_AND_MASKS = {"lengths", "key_padding_mask", "attn_mask"}

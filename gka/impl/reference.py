@@ -9,9 +9,9 @@ import torch
 
 from gka.kernel import log_kernel
 from gka.padding_and_masks import bias, padding, visible, with_zeros_and_nan, without_nonfinite, without_padding
-from gka.request import HIDING, GaussianRequest, Request, Serves
+from gka.request import PADDING_AND_MASKS, GaussianRequest, Request, Serves
 
-SERVES = Serves(options=frozenset({*HIDING, "forward_mode"}), applies_eps=True)
+SERVES = Serves(options=frozenset({"causal", "window", *PADDING_AND_MASKS, "forward_mode"}), applies_eps=True)
 
 
 def unavailable(request: Request) -> str | None:

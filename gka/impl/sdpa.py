@@ -19,9 +19,13 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from gka.bandwidth import inverse_variance
 from gka.expansion import expand
 from gka.padding_and_masks import bias, visible, with_zeros_and_nan, without_nonfinite, without_padding
-from gka.request import CONDITIONS, HIDING, GaussianRequest, Request, Serves, SoftmaxRequest
+from gka.request import PADDING_AND_MASKS, GaussianRequest, Request, Serves, SoftmaxRequest
 
-SERVES = Serves(options=frozenset({*HIDING, "forward_mode"}), applies_eps=False, fused_on=("cuda", "cpu"))
+SERVES = Serves(
+    options=frozenset({"causal", "window", *PADDING_AND_MASKS, "forward_mode"}),
+    applies_eps=False,
+    fused_on=("cuda", "cpu"),
+)
 
 
 def unavailable(request: Request) -> str | None:
@@ -69,11 +73,11 @@ def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, request: Request,
 
 def _mask(request: Request, dtype: torch.dtype) -> tuple[torch.Tensor | None, bool]:
     """What torch's function takes as attn_mask and is_causal."""
-    hiding = set(request.requested) & HIDING
-    if not hiding or (hiding == {"causal"} and request.num_queries == request.num_keys):
+    hiding = request.hiding
+    if not hiding or (hiding == ["causal"] and request.num_queries == request.num_keys):
         return None, bool(hiding)
     seen = visible(request)
-    if not hiding - set(CONDITIONS):  # a causal mask and a window leave every row a key
+    if hiding == request.mask.conditions:  # which leave every row a key
         return seen, False
     added = bias(request, seen, dtype)
     seen = seen | ~seen.any(-1, keepdim=True)  # rows without keys get all; `with_zeros_and_nan` clears them
