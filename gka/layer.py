@@ -18,7 +18,7 @@ from gka.options import Options
 from gka.padding_and_masks import in_order, in_place, mask_in_order, tokens_first, weights_in_place
 
 # torch.fx records each call as one node, as its tensors have no shapes and dtypes to look at.
-NODES = ["split_heads", "packed", "in_place", "weights_in_place", "checked_context", "at_least_float32"]
+NODES = ["split_heads", "cleared", "packed", "in_place", "weights_in_place", "checked_context", "at_least_float32"]
 for name in (*NODES, "gaussian_attention", "gaussian_weights"):
     torch.fx.wrap(name)
 
@@ -113,6 +113,9 @@ class GaussianKernelAttention(nn.Module):
             x, context = (tokens, None) if own_keys else (x, tokens)
             lengths = None if own_keys and causal else (~padding).sum(1)  # under a causal mask no token sees padding
             mask = dict(lengths=lengths, attn_mask=attn_mask)
+        elif key_padding_mask is not None and (self.head_norm or self.log_scale is not None):
+            tokens = cleared(x, context, key_padding_mask, attn_mask, self.dim, self.num_heads)
+            x, context = (tokens, None) if own_keys else (x, tokens)
         features, values = self._features_and_values("x", x)
         keys = None
         if context is not None:
@@ -146,7 +149,7 @@ class GaussianKernelAttention(nn.Module):
     def chosen_impl(self, num_tokens: int) -> str:
         """Which implementation trains this layer on `num_tokens` tokens, in its weights' dtype and on their device."""
         x = self.proj.weight.new_empty((1, num_tokens, self.num_heads, self.head_dim), requires_grad=True)
-        keys = None if self.pairing is None else torch.empty_like(x)
+        keys = torch.empty_like(x) if self.pairing is not None and self.pairing.moves_keys else None
         return select_impl(
             x, keys=keys, causal=self.causal, window=self.window, constant_norm=self.head_norm, impl=self.impl
         )
@@ -192,14 +195,29 @@ def packed(
     num_heads: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """(The context, or x without one, with the tokens first and zeros behind; their order, (B, Tk); its attn_mask.)"""
+    tokens = cleared(x, context, padding, attn_mask, dim, num_heads)
+    order = tokens_first(padding)
+    if attn_mask is not None:
+        attn_mask = mask_in_order(attn_mask, order, x.shape[1], context is None)
+    return in_order(tokens, order), order, attn_mask
+
+
+def cleared(
+    x: torch.Tensor,
+    context: torch.Tensor | None,
+    padding: torch.Tensor,
+    attn_mask: torch.Tensor | None,
+    dim: int,
+    num_heads: int,
+) -> torch.Tensor:
+    """The context, or x without one, with zeros for padding: a NaN there would reach the gradient of a scale or norm.
+
+    Raises TypeError or ValueError, naming the argument.
+    """
     queries = split_heads("x", x, dim, num_heads, None)
     tokens = x if context is None else checked_context(context, x, dim)
     validation.check_padding_and_mask(queries, tokens.shape[1], Options(key_padding_mask=padding, attn_mask=attn_mask))
-    order = tokens_first(padding)
-    tokens = in_order(tokens.masked_fill(padding[..., None], 0), order)
-    if attn_mask is not None:
-        attn_mask = mask_in_order(attn_mask, order, queries.shape[1], context is None)
-    return tokens, order, attn_mask
+    return tokens.masked_fill(padding[..., None], 0)
 
 
 def checked_context(context: torch.Tensor, x: torch.Tensor, dim: int) -> torch.Tensor:

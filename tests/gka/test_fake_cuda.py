@@ -4,7 +4,14 @@ import pytest
 import torch
 from torch._subclasses import FakeTensorMode
 
-from gka import GaussianKernelAttention, decode_attention, dot_product_attention, gaussian_attention, select_impl
+from gka import (
+    GaussianKernelAttention,
+    decode_attention,
+    dispatch,
+    dot_product_attention,
+    gaussian_attention,
+    select_impl,
+)
 from gka.dispatch import IMPLEMENTATIONS
 from gka.impl.triton.configs import TABLES, generation
 from gka.impl.triton.launch import block_of
@@ -107,6 +114,17 @@ def test_the_softmax_baseline_and_decoding(requires_grad):
         last = decode_attention(x, log_sigma(), cache, window=window, constant_norm=True, **options)
         assert (y.shape, y.dtype, y.is_cuda) == (q.shape, q.dtype, True)
         assert (last.shape, last.dtype, last.is_cuda) == (x.shape, x.dtype, True)
+
+
+@pytest.mark.parametrize("letters,impl", [("", "triton"), ("NP", "triton"), ("PS", "sdpa")])
+def test_the_layer_knows_what_trains_it(letters, impl, monkeypatch):
+    """A token's own key is Triton's, whatever the value is; for other keys of any norm it has no gradients."""
+    with torch.device("cuda"):
+        layer, x = GaussianKernelAttention(128, 4, head_offsets=letters), torch.empty(2, 20, 128)
+    taken, choose = [], dispatch.choose
+    monkeypatch.setattr(dispatch, "choose", lambda *arguments: taken.append(choose(*arguments)) or taken[-1])
+    layer(x)
+    assert [layer.chosen_impl(20), *taken] == [impl, impl]
 
 
 def test_the_layer_is_exported_for_a_gpu_that_is_elsewhere():

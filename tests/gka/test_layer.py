@@ -65,36 +65,45 @@ def by_hand(layer, x, context, causal=False, window=None):
     return layer.proj(torch.cat(mixed, dim=-1))
 
 
+def with_garbage(t, hidden, bad):
+    """A leaf with that number in hidden tokens."""
+    return t.detach().masked_fill(hidden[..., None], bad).requires_grad_()
+
+
 @pytest.mark.parametrize("causal,window", [(True, None), (False, None), (True, 2), (False, 1)])
 @padded
 @options
 def test_the_layer_is_its_definition_with_padding_too(options, padded, causal, window):
-    """Outputs and all gradients; a NaN in padding reaches nothing but log_scale where nothing is packed."""
+    """Outputs and all gradients; NaN and infinity in padding reach nothing."""
     layer, x = layer_and_tokens(causal=causal, window=window, **options)
     hidden = torch.zeros(2, 9, dtype=torch.bool) if PADDED[padded] is None else PADDED[padded]
-    tokens = x.masked_fill(hidden[..., None], torch.nan if layer.log_scale is None or layer.pairing else 1e4)
+    tokens = with_garbage(x, hidden, torch.inf if causal else torch.nan)
     y, weights = layer(tokens, key_padding_mask=PADDED[padded], need_weights=True)
     want = torch.cat([by_hand(layer, row[~mask], row[~mask], causal, window) for row, mask in zip(x, hidden)])
-    learned = [x, *layer.parameters()]
-    gradients = (torch.autograd.grad(one.square().sum(), learned) for one in (y[~hidden], want))
+    learned = list(layer.parameters())
+    losses = (y[~hidden].square().sum(), [tokens, *learned]), (want.square().sum(), [x, *learned])
     close(y[~hidden], want, **EXACT)
-    close(*gradients, **EXACT)
+    close(*(torch.autograd.grad(*loss) for loss in losses), **EXACT)
     close(y[hidden], layer.proj.bias.expand(int(hidden.sum()), 24))
     rows = weights.sum(-1).transpose(1, 2)
     close(rows[~hidden], torch.ones_like(rows[~hidden]), rtol=1e-5, atol=1e-5)
     assert not rows[hidden].any() and not weights.transpose(1, 3)[hidden].any()  # no query reads a hidden slot
 
 
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
 @padded
 @options
-def test_context_is_looked_at_and_its_padding_is_not(options, padded):
+def test_context_is_looked_at_and_its_padding_is_not(options, padded, bad):
     layer, x = layer_and_tokens(**options)
-    context = torch.randn(2, 9, 24, dtype=torch.float64)
+    context = torch.randn(2, 9, 24, dtype=torch.float64, requires_grad=True)
     hidden = torch.zeros(2, 9, dtype=torch.bool) if PADDED[padded] is None else PADDED[padded]
-    tokens = context.masked_fill(hidden[..., None], torch.nan)
+    tokens = with_garbage(context, hidden, bad)
     y, weights = layer(x[:, :5], tokens, key_padding_mask=PADDED[padded], need_weights=True)
-    want = [by_hand(layer, *rows[:2][::-1]) for rows in zip((t[~mask] for t, mask in zip(context, hidden)), x[:, :5])]
-    close(y, torch.stack(want), **EXACT)
+    want = torch.stack([by_hand(layer, row, t[~mask]) for row, t, mask in zip(x[:, :5], context, hidden)])
+    learned = [x, *layer.parameters()]
+    losses = (y.square().sum(), [tokens, *learned]), (want.square().sum(), [context, *learned])
+    close(y, want, **EXACT)
+    close(*(torch.autograd.grad(*loss) for loss in losses), **EXACT)
     assert weights.shape == (2, 4, 5, 9) and not weights.transpose(1, 3)[hidden].any()
     if layer.pairing is not None and PADDED[padded] is not None:
         with pytest.raises(ValueError, match="padded context need a layer that is not causal"):

@@ -64,7 +64,8 @@ def forward(*arguments):
     """What `op.attend` returns, and the largest |x|^2 / sigma^2, a float."""
     inputs = Inputs(*arguments)
     results = _forward(inputs)
-    shows_nan = results[1] if inputs.values is None and inputs.lengths is None else results[0]
+    # The state of a row of own keys shows it as y does, in fewer numbers; that of foreign keys is the largest exponent.
+    shows_nan = results[1] if inputs.keys is None and inputs.values is None and inputs.lengths is None else results[0]
     if inputs.hides_tokens and not _is_finite(shows_nan):
         request = inputs.request()
         clean, nan_rows = without_nonfinite(request)
