@@ -1,6 +1,7 @@
-"""Models that leave as folders: export, card, loading back, damage, and the commands that load a model."""
+"""Models that leave as folders: export, card, loading back, damage, the commands that load a model, and ONNX."""
 
 import dataclasses
+import importlib.util
 import json
 import shutil
 
@@ -13,15 +14,17 @@ from nanochat_gka import evaluate, export
 from nanochat_gka.data.tokenizer import Tokenizer
 from nanochat_gka.generation.engine import Engine
 from nanochat_gka.generation.sampling import SAMPLE_PROMPTS, Sampling
+from nanochat_gka.model import onnx as language
 from nanochat_gka.model.checkpoints import load
 from tiny_gpt import SHAPE, VARIANTS, awake, write_run
 from tiny_pack import rewrite_json
-from trainkit_gka.cli import run
+from trainkit_gka import onnx
+from trainkit_gka.cli import UserError, run
 from trainkit_gka.files import sha256
 
 
-def exported(trained, out):
-    run(export.main, export.ExportConfig, ["--run", str(trained[0]), "--out", str(out)])
+def exported(trained, out, *more):
+    run(export.main, export.ExportConfig, ["--run", str(trained[0]), "--out", str(out), *more])
     return out
 
 
@@ -108,3 +111,42 @@ def test_evaluate_asks_what_nanochat_asks(trained, tokenizer, tmp_path):
     assert [metrics["unconditioned"]] == engine.complete([""], Sampling(8, max_tokens=128, temperature=1.0, top_k=0))
     last = samples("--unconditioned", 0, "--prompt", "the", "--num-samples", 2, "--temperature", 1)
     assert list(last["samples"]) == ["the"] and len(set(last["samples"]["the"])) == 2 and "unconditioned" not in last
+
+
+# ONNX
+
+needs_onnx = pytest.mark.skipif(
+    any(importlib.util.find_spec(name) is None for name in onnx.NEEDED),
+    reason='needs the extra: pip install -e ".[onnx]"',
+)
+HYBRID = dict(attention="VGA", head_offsets="PNS", offset_layers="all", gka_values="normalised", value_embeds="all")
+HYBRID |= dict(channel_bandwidths=True, head_gates=True)
+
+
+@needs_onnx
+@pytest.mark.slow
+def test_export_writes_onnx_that_prefills_and_decodes_as_torch(tokenized, tokenizer, tmp_path):
+    """Three rows of more tokens than the windows: at once, in two parts, and one by one."""
+    model = awake(dataclasses.replace(SHAPE, n_layer=3, vocab_size=tokenizer.vocab_size, **HYBRID)).eval()
+    folder = write_run(tmp_path / "run", model, tokenized / "tokenizer")
+    exported((folder, model), tmp_path / "out", "--onnx")
+    session = onnx.session(tmp_path / "out/model.onnx", threads=1)
+    assert onnx.about(session)["name"] == "run" and onnx.about(session)["model"]["attention"] == "VGA"
+    ids = torch.randint(70, (3, 21))
+    with torch.no_grad():
+        expected = model(ids)
+    for parts in ([21], [13, 8], [1] * 21):
+        past, logits = language.empty_cache(model, 3), []
+        for part in ids.split(parts, dim=1):
+            one, *past = onnx.run(session, part, *past)
+            logits.append(one)
+        torch.testing.assert_close(torch.cat(logits, 1), expected, rtol=1e-5, atol=1e-5)
+    assert [tuple(t.shape) for t in past] == [(3, 21, 4, 16)] * 5  # one of the gka layer without value embeddings
+
+
+@needs_onnx
+def test_onnx_that_differs_from_the_model_does_not_stay(tmp_path, monkeypatch):
+    monkeypatch.setattr(onnx, "LARGEST_ERROR", 0.0)
+    with pytest.raises(UserError, match=r"differed from the model .* and was deleted"):
+        language.write(awake(dataclasses.replace(SHAPE, n_layer=1)).eval(), tmp_path, {})
+    assert not list(tmp_path.iterdir())

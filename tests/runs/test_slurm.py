@@ -58,27 +58,28 @@ def job(tmp_path):
 
 @pytest.mark.slow
 def test_two_machines_train_save_at_a_signal_and_finish(job, packed, tmp_path):
-    """Slurm signals every process of the tasks; once the script has the signal too, as a preemption may give it."""
+    """Slurm signals every process of the tasks, and the script, as a preemption may; then one process is killed."""
     out, script = tmp_path / "runs", {"BASE": tmp_path, "DATA": packed / "packed", "nodes": 2}
-    flags = [*tiny.TRAIN_FLAGS, "--model-tag", "run", "--num-iterations", 20, "--log-every", 1, "--save-every", -1]
+    flags = [*tiny.TRAIN_FLAGS, "--model-tag", "run", "--num-iterations", 60, "--log-every", 1, "--save-every", -1]
 
-    def train(until, *also):
+    def train(until, kill):
         process = job("pretrain-d20", *flags, "--device-batch-size", 2, **script)
         end = time.monotonic() + HANG_AFTER
         while len(log_steps(out)) < until and process.poll() is None and time.monotonic() < end:
             time.sleep(0.01)
         tasks = [int(pid) for pid in (tmp_path / "tasks").read_text().split()]
-        for pid in [process.pid for _ in also] + [pid for task in tasks for pid in (task, *descendants(task))]:
+        everything = [process.pid, *(pid for task in tasks for pid in (task, *descendants(task)))]
+        for pid in everything if kill == signal.SIGTERM else descendants(tasks[1])[:1]:
             with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGTERM)
+                os.kill(pid, kill)
         assert process.wait(HANG_AFTER) == 0, (tmp_path / "output").read_text()
-        return (tmp_path / "asked").read_text()
+        return (tmp_path / "asked").read_text(), len(events(out, "finish"))
 
-    assert train(3, "the script") == "requeue 77\n" and not events(out, "finish")
-    assert train(21) == "requeue 77\n"
-    assert log_steps(out) == list(range(1, 21)) and len(events(out, "finish")) == 1
+    assert train(3, signal.SIGTERM) == ("requeue 77\n", 0)
+    assert train(30, signal.SIGKILL) == ("requeue 77\n", 1)
+    assert log_steps(out) == list(range(1, 61))
     assert (tmp_path / "flags").read_text() == 2 * "--cpus-per-task=2\n"
-    assert (tmp_path / "output").read_text().count("resuming at step") == 1
+    assert (tmp_path / "output").read_text().count("resuming at step") == 2
 
 
 @pytest.mark.parametrize("code, state", [(143, "RUNNING"), (143, "COMPLETING"), (0, "RUNNING"), (2, "RUNNING")])
