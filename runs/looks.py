@@ -41,13 +41,6 @@ LOOKS = {
 }
 
 
-def look(form: str) -> Look:
-    """The look of a form of attention. Raises KeyError for one that LOOKS does not have."""
-    if form not in LOOKS:
-        raise KeyError(f"{form} has no colour and marker; give it some in LOOKS of {Path(__file__).name}")
-    return LOOKS[form]
-
-
 def panels(rows: int, columns: int, height: float, **shared: bool) -> tuple[Any, np.ndarray]:
     """A figure as wide as a page, and its axes in a row; nothing in it overlaps when it is saved."""
     figure, axes = subplots(rows, columns, figsize=(WIDTH, height), squeeze=False, **shared)

@@ -14,7 +14,7 @@ import torch
 
 from gka import gaussian_attention, gaussian_weights
 from runs.frames import RESULTS
-from runs.looks import legend, look, panels, save
+from runs.looks import LOOKS, legend, panels, save
 from trainkit_gka.cli import run
 from trainkit_gka.plots import BLUE, GREY, VERMILION
 from trainkit_gka.progress import console
@@ -24,7 +24,7 @@ QUERY = 0  # the token whose row is drawn
 SIGMA = 0.8
 SHIFT = (3.0, 2.0)
 EXTENT = 2.6  # half the width of the plane that is shown
-GKA, SOFTMAX = look("GKA").colour, look("softmax").colour
+GKA, SOFTMAX = LOOKS["GKA"].colour, LOOKS["softmax"].colour
 
 
 @dataclass

@@ -20,7 +20,7 @@ import pandas as pd
 from gka.kinds import KINDS
 from runs import frames, pages
 from runs.bench.program import BenchConfig, slug
-from runs.looks import legend, look, panels, save
+from runs.looks import LOOKS, legend, panels, save
 from runs.table import Row, Table, measured
 from trainkit_gka.cli import UserError, run
 from trainkit_gka.distributed import setup
@@ -353,7 +353,7 @@ def draw_speedups(frame: pd.DataFrame, path: Path) -> Path:
     cases = list(dict.fromkeys(frame.case))
     texts = [textwrap.fill(case, 44) for case in cases]
     figure, [axis] = panels(1, 1, 1.6 + sum(0.2 + 0.16 * (1 + text.count("\n")) for text in texts))
-    colour, markers = look(GKA).colour, dict(zip(dict.fromkeys(frame.machine), MARKERS))
+    colour, markers = LOOKS[GKA].colour, dict(zip(dict.fromkeys(frame.machine), MARKERS))
     most = frame.groupby("machine").threads.max()
     for (machine, threads), timed in frame.groupby(["machine", "threads"], sort=False):
         name = machine.replace("(R)", "") if threads == most[machine] else "_"  # one entry of the legend a machine

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from runs.looks import legend, look, panels, save
+from runs.looks import LOOKS, legend, panels, save
 from trainkit_gka.plots import shades
 from trainkit_gka.progress import read_events
 
@@ -14,7 +14,7 @@ def draw_losses(rows: dict[str, dict], path: Path) -> Path:
         millions = row["train_tokens"] / row["step"] / 1e6  # tokens of a step
         train = [(r["step"] * millions, r["smooth_loss"]) for r in read_events(row["log"], "train", "smooth_loss")]
         evaluations = [(r["step"] * millions, r["val_bpb"]) for r in read_events(row["log"], "eval", "val_bpb")]
-        style = look(label)
+        style = LOOKS[label]
         losses.plot(*zip(*train), **style(label, marker=None))
         bpbs.plot(*zip(*evaluations), **style(label))
     losses.set(xlabel="training tokens (millions)", ylabel="training loss, nats a token")
