@@ -103,9 +103,7 @@ class GPT(nn.Module):
         the tokens that the context selects; or the loss. Raises ValueError if positions exceed the rotary table.
         """
         hidden = self.hidden(ids, context)
-        if targets is None:
-            return self.logits(hidden)
-        return cross_entropy(self.raw_logits(hidden).flatten(0, 1), targets.flatten(), reduction)
+        return self.logits(hidden) if targets is None else self.loss(hidden, targets, reduction)
 
     def hidden(self, ids: torch.Tensor, context: Context | None = None) -> torch.Tensor:
         """The first part of `forward`: the head's input, (B, T, n_embd). For callers who need few of the logits."""
@@ -126,6 +124,10 @@ class GPT(nn.Module):
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """The second part of `forward`: capped float32 logits (..., vocab_size) of hidden states (..., n_embd)."""
         return capped(self.raw_logits(hidden))
+
+    def loss(self, hidden: torch.Tensor, targets: torch.Tensor, reduction: str) -> torch.Tensor:
+        """The other second part: the cross-entropy of hidden states (B, T, n_embd) and targets (B, T), in nats."""
+        return cross_entropy(self.raw_logits(hidden).flatten(0, 1), targets.flatten(), reduction)
 
     def raw_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Logits before the cap, in the dtype of the hidden states."""

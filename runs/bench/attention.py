@@ -42,7 +42,8 @@ class AttentionConfig(ComparisonConfig):
 
     shapes: list[str] = field(default_factory=list)
     """Time these instead of the standard cases: BxTxHxD, then pN (padded, lengths N to T), or c (causal), wN (window
-    N), n (RMS-normalised heads), d (decode), dk (decode, keys derived from the cache): 16x2048x10x128cw1024n."""
+    N), n (RMS-normalised heads), d (decode), dk (decode, keys derived from the cache), v (separate values), vk
+    (separate keys too): 16x2048x10x128cw1024nvk."""
 
 
 def standard_cases(device_type: str, quick: bool) -> list[Case]:

@@ -116,13 +116,11 @@ class VisionSubject(models.Subject):
         super().__init__(kind, phase, model, images, targets, slice(0, min(2, case.batch)), ignored=0.0)
 
     def network(self, dtype: str, mode: str):
-        """On a CPU compiled block by block: one program serves all blocks."""
-        if mode == "off" or self.device.type == "cuda":
+        """On a CPU, and where asked for, compiled block by block."""
+        if mode == "off" or (self.device.type == "cuda" and mode != models.BLOCKS):
             return models.compiled(self.model, self.kind, mode), self.model
-        torch._dynamo.config.recompile_limit = 64  # kinds and dtypes share a block's code
         twin = models.twin(self.model)
-        for block in twin.blocks:
-            block.compile(mode=mode, dynamic=False)
+        models.compile_blocks(twin.blocks, self.kind)
         return twin, self.model
 
     def logits(self, network, inputs, dtype):

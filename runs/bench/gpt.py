@@ -139,7 +139,12 @@ class LanguageSubject(models.Subject):
         model = models.twin(self.model)
         if dtype != USUAL_DTYPE[self.runtime.device.type]:
             model.compute_in(getattr(torch, dtype))
-        return models.compiled(model, self.kind, mode), model
+        if mode != models.BLOCKS:
+            return models.compiled(model, self.kind, mode), model
+        network = models.twin(model)
+        models.compile_blocks(network.transformer.h, self.kind)
+        network.loss = torch.compile(network.loss, dynamic=False)
+        return network, model
 
     def logits(self, network, inputs, dtype):
         return network(inputs)
@@ -212,7 +217,7 @@ def measure(
     tokens = rows * (1 if phase in DECODE else case.tokens)
     settings = {"depth": case.depth, "sequence_len": case.tokens, "vocab_size": case.vocab, "batch": rows}
     # compile: of candidates that are not called eager.
-    settings |= {"window_pattern": case.windows, "head_offsets": "", "compile": "off" if mode == "off" else "on"}
+    settings |= {"window_pattern": case.windows, "head_offsets": "", "compile": "on" if mode == "default" else mode}
 
     def metrics(key: CandidateKey, measurement: Measurement) -> dict[str, Any]:
         return rates(candidates[key], tokens, measurement) if key in candidates else {}

@@ -3,6 +3,7 @@
 import copy
 import functools
 import itertools
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
@@ -23,19 +24,23 @@ FLOAT32_ROUNDINGS = 32
 TRAINING = "training"
 HELD = "softmax-cudnn"  # softmax attention held to cuDNN's kernel; CUDA only
 EAGER = "eager"
+BLOCKS = "blocks"  # a mode of compilation: a model's blocks one by one, in seconds
+MOST_JUDGED = 2**26  # numbers of a gradient
 
 
 @dataclass
 class ModelConfig(ComparisonConfig):
     """The flags of a benchmark of whole models."""
 
-    compile: Literal["auto", "on", "off"] = "auto"
-    """Whether to use torch.compile; auto = on, but off with --quick on a CPU. On a CPU eager models take part too."""
+    compile: Literal["auto", "on", "blocks", "off"] = "auto"
+    """Whether to use torch.compile; auto = on, but off with --quick on a CPU. On a CPU eager models take part too.
+    blocks: the blocks one by one, as DeiT's always are on a CPU; it takes seconds where whole models take minutes."""
 
     def mode(self, usual: str, runtime: Runtime) -> str:
-        """The mode of torch.compile: `usual` or "off". Raises UserError if it is asked for and fails here."""
+        """The mode of torch.compile: `usual`, BLOCKS or "off". Raises UserError if it is asked for and fails here."""
         automatic = "off" if self.quick and runtime.device.type == "cpu" else "on"
-        return usual if compiling.mode("--compile", self.compile, automatic, runtime) == "on" else "off"
+        chosen = compiling.mode("--compile", self.compile, automatic, runtime)
+        return usual if chosen == "on" else chosen
 
 
 class CandidateKey(NamedTuple):
@@ -215,15 +220,33 @@ def compiled(model: nn.Module, kind: str, mode: str) -> Callable:
     model = HeldToCudnn(model) if kind == HELD else model
     if mode == "off":
         return model
-    # Twins share the compiler's memory of a piece of code, and torch stops at eight programs for one.
-    torch._dynamo.config.recompile_limit = 64
+    allow_many_programs()
     return torch.compile(model, mode="max-autotune-no-cudagraphs" if mode == "max-autotune" else mode, dynamic=False)
 
 
+def compile_blocks(blocks: nn.ModuleList | nn.Sequential, kind: str) -> None:
+    """Compile the blocks of a model in place, each by itself: one program serves all that are alike."""
+    allow_many_programs()
+    for place, block in enumerate(blocks):
+        blocks[place] = HeldToCudnn(block) if kind == HELD else block
+        blocks[place].compile(dynamic=False)
+
+
+def allow_many_programs() -> None:
+    """Twins share the compiler's memory of a piece of code, and torch stops at eight programs for one."""
+    torch._dynamo.config.recompile_limit = 64
+
+
 def gradient(model: nn.Module, loss: Callable[[], torch.Tensor]) -> torch.Tensor:
-    """The gradient of all parameters as one float64 vector in main memory, where several have room."""
+    """The gradient of all parameters as one float64 vector in main memory, where several have room.
+
+    Of a large model's numbers every n-th, MOST_JUDGED at most: copying all from a GPU would take longer than the
+    timing.
+    """
     model.zero_grad(set_to_none=True)
     loss().backward()
-    vector = torch.cat([p.grad.double().flatten().cpu() for p in model.parameters() if p.grad is not None])
+    grads = [p.grad.flatten() for p in model.parameters() if p.grad is not None]
+    step = math.ceil(sum(map(torch.numel, grads)) / MOST_JUDGED) | 1  # odd, or it would meet few columns of a matrix
+    vector = torch.cat([grad[::step].double().cpu() for grad in grads])
     model.zero_grad(set_to_none=True)
     return vector

@@ -7,7 +7,7 @@ Legend: B batch, T tokens, H heads, D head_dim.
 import functools
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 
@@ -50,6 +50,7 @@ class Case:
     queries: int = 0  # 0: every token is a query
     derived: bool = False
     shortest: int | None = None  # sequences of `shortest` to `tokens` tokens, padded on the right; None: no lengths
+    apart: str = ""  # tensors beside the features: v, values (value embeddings); vk, keys too (head offsets)
 
     @property
     def phases(self) -> tuple[str, ...]:
@@ -80,27 +81,38 @@ class Case:
 
     @classmethod
     def parse(cls, text: str, device_type: str = "") -> "Case":
-        """A shape as the command line gives it: BxTxHxD, then pN, or c, wN, n, d. Raises ValueError for anything else.
+        """A shape as the command line gives it: BxTxHxD, then pN, or c, wN, n, and d or v. Raises ValueError for
+        anything else.
 
         pN: padded, lengths from N to T. c: causal. wN: window N. n: RMS-normalised heads. d: decode. dk: decode with
-        derived keys, which needs n and a model's heads, of an even number of channels and at least 32 together.
+        derived keys, which needs n and a model's heads, of an even number of channels and at least 32 together. v:
+        separate values. vk: separate keys too, which needs n.
         """
-        match = re.fullmatch(r"(\d+)x(\d+)x(\d+)x(\d+)(?:p(\d+)|(c?)(?:w(\d+))?(n?)(?:(d)((?<=nd)k)?)?)", text)
+        form = r"(\d+)x(\d+)x(\d+)x(\d+)(?:p(\d+)|(c?)(?:w(\d+))?(n?)(?:(d)((?<=nd)k)?|(v(?:(?<=nv)k)?))?)"
+        match = re.fullmatch(form, text)
         if not match or 0 in (sizes := [int(match[i]) for i in range(1, 5)]):
-            raise ValueError(f"expected BxTxHxD such as 16x2048x10x128, then pN, or c, wN, n, d or ndk, got {text!r}")
-        shortest, causal, window, normalised, decode, derived = match.groups()[4:]
+            letters = "pN, or c, wN, n, and d, ndk, v or nvk"
+            raise ValueError(f"expected BxTxHxD such as 16x2048x10x128, then {letters}, got {text!r}")
+        shortest, causal, window, normalised, decode, derived, apart = match.groups()[4:]
         if shortest and not 0 < int(shortest) <= sizes[1]:
             raise ValueError(f"pN needs lengths N from 1 to T, got {text!r}")
         if derived and (sizes[3] % 2 or sizes[2] * sizes[3] < 32):
             raise ValueError(f"dk needs heads of even size with at least 32 channels together, got {text!r}")
         window = int(window) if window else None
         more = dict(queries=1 if decode else 0, derived=bool(derived), shortest=int(shortest) if shortest else None)
-        return cls(text, *sizes, bool(causal), window, bool(normalised), **more)
+        return cls(text, *sizes, bool(causal), window, bool(normalised), **more, apart=apart or "")
+
+    def named(self, tensors: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
+        """What follows log_sigma in the arguments of a gka operator, by the names of `gaussian_attention`."""
+        names = ("keys",) if self.queries else {"": (), "v": ("values",), "vk": ("keys", "values")}[self.apart]
+        return dict(zip(names, tensors, strict=True))
 
 
 @dataclass(frozen=True)
 class Operator:
-    """A candidate. gka operators take (x, log_sigma) or, decoding, (x, log_sigma, cache); softmax ones (q, k, v)."""
+    """A candidate. gka operators take (x, log_sigma) and what is separate: decoding the cache, else values, or keys
+    and values; softmax ones (q, k, v).
+    """
 
     role: str  # see runs/bench/program.py
     family: str  # gka or softmax
@@ -124,7 +136,8 @@ def inputs(case: Case, family: str, device, dtype, seed: int) -> Tensors:
     queries = draw(case.queries or case.tokens)
     if family == "softmax":
         return queries, draw(case.tokens), draw(case.tokens)
-    return (queries, log_sigma(case, device)) + ((draw(case.tokens),) if case.queries else ())
+    separate = 1 if case.queries else len(case.apart)
+    return (queries, log_sigma(case, device), *(draw(case.tokens) for _ in range(separate)))
 
 
 def normalise(case: Case, tensors: Tensors) -> Tensors:
@@ -147,7 +160,7 @@ def operators(case: Case, device: torch.device, dtype: torch.dtype, phase: str) 
 
 def gka_candidates(case: Case, device: torch.device, dtype: torch.dtype, phase: str) -> Candidates:
     """Our implementations, and GKA written out."""
-    x, sigma, *cache = (
+    x, sigma, *separate = (
         t.requires_grad_(phase == FULL) for t in inputs(replace(case, batch=1), "gka", device, dtype, 0)
     )
     options = dict(causal=case.causal, window=case.window)
@@ -155,10 +168,12 @@ def gka_candidates(case: Case, device: torch.device, dtype: torch.dtype, phase: 
 
     def gaussian(impl: str, constant_norm: bool, lengths: torch.Tensor | None) -> Callable[..., torch.Tensor]:
         more = dict(constant_norm=constant_norm, impl=impl, lengths=lengths)
-        return lambda x, log_sigma, cache=None: gaussian_attention(x, log_sigma, keys=cache, **options, **more)
+        return lambda x, log_sigma, *separate: gaussian_attention(
+            x, log_sigma, **case.named(separate), **options, **more
+        )
 
     shortest = None if lengths is None else lengths.min()[None]
-    known = dict(log_sigma=sigma, keys=cache[0] if cache else None, lengths=shortest)
+    known = dict(log_sigma=sigma, lengths=shortest, **case.named(separate))
     auto = select_impl(x, constant_norm=case.constant_norm, **known, **options)
     candidates: Candidates = {}
     if case.queries:  # what a model calls while it decodes
@@ -175,12 +190,11 @@ def gka_candidates(case: Case, device: torch.device, dtype: torch.dtype, phase: 
         candidates[f"gka {auto} without lengths"] = "variant", gaussian(auto, case.constant_norm, None)
     dense = functools.cache(lambda *lengths: case.mask.dense(*lengths, device).to(dtype))
 
-    def eager(x, log_sigma, cache=None):
-        num_keys = (x if cache is None else cache).shape[1]
-        visible = dense(x.shape[1], num_keys) if case.mask != Mask() else None
+    def eager(x, log_sigma, *separate):
+        visible = dense(x.shape[1], case.tokens) if case.mask != Mask() else None
         if lengths is not None:
-            visible = (torch.arange(num_keys, device=device) < lengths[:, None])[:, None, None].to(x.dtype)
-        return testing.plain_attention(x, log_sigma, keys=cache, visible=visible)
+            visible = (torch.arange(case.tokens, device=device) < lengths[:, None])[:, None, None].to(x.dtype)
+        return testing.plain_attention(x, log_sigma, visible=visible, **case.named(separate))
 
     return candidates | {"gka eager": ("eager", eager)}
 
@@ -270,19 +284,16 @@ def _wrong(
         return _softmax_disagreement(function, few, grad_y, case.mask)
 
     # Some implementations drop eps, and so does the oracle.
-    x, sigma, *cache = few
+    x, sigma, *separate = few
     if case.derived:
-        x, values = normalise(case, (x, *cache))
+        x, values = normalise(case, (x, *separate))
         keys = derived_keys(case, device)[0](values.double()).to(dtype)
         problem = testing.Problem(x, sigma, keys=keys, values=values)
     else:
-        problem = testing.Problem(
-            x, sigma, grad_y=grad_y, keys=cache[0] if cache else None, mask=case.mask, front=case.norm
-        )
+        problem = testing.Problem(x, sigma, grad_y=grad_y, mask=case.mask, front=case.norm, **case.named(separate))
 
     def route(x, log_sigma, *, keys, values):
-        cached = keys if values is None else values
-        return function(x, log_sigma) if cached is None else function(x, log_sigma, cached)
+        return function(x, log_sigma, *(t for t in (None if case.derived else keys, values) if t is not None))
 
     return testing.judge(route, problem, slack=EPS)
 

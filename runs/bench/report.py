@@ -310,7 +310,8 @@ def label(line: pd.Series) -> str:
     if line.queries < line.tokens:
         return f"decoding, cache {shape}" + (", keys derived from it" if line.get("derived") is True else "")
     if line.causal:
-        return f"causal, {shape}" + (f", window {line.window:.0f}" if pd.notna(line.window) else "")
+        separate = {"v": ", separate values", "vk": ", separate keys and values"}.get(line.get("apart"), "")
+        return f"causal, {shape}" + (f", window {line.window:.0f}" if pd.notna(line.window) else "") + separate
     if pd.notna(line.get("shortest")):
         start = f"{line.shortest:.0f} to" if line.shortest < line.tokens else "all"
         return f"padded, {shape}, lengths {start} {line.tokens:.0f}"
