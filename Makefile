@@ -247,6 +247,10 @@ bench: $(ENV)  ## time attention, DeiT and GPT, on the GPU or else the CPU
 	$(PY) -m runs.bench.gpt $(FLAGS)
 	$(PY) -m runs.bench.report $(FLAGS)
 
+# Elsewhere: make gpu ENV_PYTHON=python3, or python3 -m runs.gpu, in a copy of this tree (runs/README.md).
+gpu: $(ENV)  ## what a GPU has to tell in ten minutes (ARGS=--dry-run lists it)
+	$(PY) -m runs.gpu --base '$(BASE)' $(FLAGS)
+
 # Which figures there are to draw: of the model that RUN, MODEL, IMAGE or TEXT names, else of the demo's of both kinds.
 IS_TEXT = $(shell grep -lsE '"model_config"|"gka-gpt"' '$(RUN)/config.json' '$(RUN)/state.json' \
             '$(RUN)'/checkpoints/*/state.json)

@@ -1,0 +1,1 @@
+"""What a GPU has to tell, within the minutes that there are."""
