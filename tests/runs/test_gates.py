@@ -1,16 +1,20 @@
 """The gates of the benchmarks: what is right passes, and what is wrong is stopped before the clock."""
 
 from dataclasses import replace
+from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounter
+from torch.nn.attention import SDPBackend
 from torch.overrides import TorchFunctionMode
 
 from gka import testing
 from gka.impl.cpu import build
 from gka.masking import Mask
 from runs.bench import baselines, deit, gpt, models
-from runs.bench.models import EAGER, TRAINING
+from runs.bench.models import BLOCKS, EAGER, TRAINING
 from runs.bench.operators import FORWARD, FULL, Case, gate, operators
 from trainkit_gka.distributed import setup
 
@@ -18,16 +22,16 @@ CPU = torch.device("cpu")
 ABSENT = ("triton", "gka cpu") if build.obstacle() else ("triton",)
 GPT = gpt.Case.parse("d2-b2-t16-v64", "cpu")
 CASES = ["3x33x2x16p5", "3x33x2x16p33", "2x19x2x16", "3x19x2x16c", "2x70x2x16cw7n", "2x70x2x16w66", "2x19x2x16n"]
-CASES += ["2x20x2x16nd", "2x20x2x16ndk"]
+CASES += ["2x20x2x16nd", "2x20x2x16ndk", "2x19x2x16v", "2x20x2x16cw7nvk"]
 
 
-def language(kind, dtype="float32", phase=TRAINING):
-    return gpt.LanguageCandidate(gpt.LanguageSubject(GPT, phase, setup("cpu"), kind), dtype)
+def language(kind, dtype="float32", phase=TRAINING, mode="off", case=GPT):
+    return gpt.LanguageCandidate(gpt.LanguageSubject(case, phase, setup("cpu"), kind), dtype, mode)
 
 
-def vision(kind, dtype="float32", phase=TRAINING, batch=1):
+def vision(kind, dtype="float32", phase=TRAINING, batch=1, mode="off"):
     case = deit.Case.parse(f"deit-ti-b{batch}", "cpu")
-    return models.Candidate(deit.VisionSubject(case, phase, CPU, kind), dtype)
+    return models.Candidate(deit.VisionSubject(case, phase, CPU, kind), dtype, mode)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -123,6 +127,26 @@ def test_the_gate_of_a_whole_language_model_stops_what_is_wrong(kind, dtype, pha
         changed = lambda rows: (None, lambda n: factor * right(rows)[1](n))  # noqa: E731
     setattr(candidate, place, changed)
     assert "is off by 1.0e-0" in candidate.gate()
+
+
+@pytest.mark.parametrize("kind, programs", [("gka", 3), (models.HELD, 4), ("vision", 1)])
+def test_blocks_are_compiled_one_by_one_and_those_that_are_alike_once(kind, programs, monkeypatch):
+    """A language model has its loss beside its blocks, which differ in windows and, of softmax, in value embeddings."""
+    monkeypatch.setattr(models, "SDPBackend", SimpleNamespace(CUDNN_ATTENTION=SDPBackend.MATH))
+    counter = CompileCounter()
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=counter))
+    torch._dynamo.reset()
+    case = gpt.Case.parse("d8-b2-t16-v64-SSSL", "cpu")
+    candidate = vision("gka", mode=BLOCKS) if kind == "vision" else language(kind, mode=BLOCKS, case=case)
+    assert candidate.gate() is None and counter.frame_count == programs
+
+
+def test_of_a_large_gradient_a_sample_is_judged(monkeypatch):
+    one = language("gka")
+    every = models.gradient(one.model, lambda: one.model(one.subject.inputs, one.subject.targets))
+    monkeypatch.setattr(models, "MOST_JUDGED", 1000)
+    some = models.gradient(one.model, lambda: one.model(one.subject.inputs, one.subject.targets))
+    assert 500 < len(some) < 1500 and torch.isin(some, every).all()
 
 
 def test_attention_matters_in_the_timed_model():
