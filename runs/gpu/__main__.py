@@ -29,8 +29,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from runs.check import Problem
 from runs.gpu import carry
+from runs.gpu.carry import Problem
 from runs.gpu.steps import Step, all_steps, miniature, places_of
 from trainkit_gka import gpus, signals
 

@@ -15,8 +15,6 @@ import tarfile
 import tempfile
 from pathlib import Path
 
-from runs.check import Problem
-
 ROOT = Path(__file__).resolve().parents[2]
 MEBIBYTE = 2**20
 MOST_CARRIED, MOST_UNPACKED = 60, 1024  # MiB
@@ -28,6 +26,10 @@ PACKAGES = (
     *("rich", "markdown-it-py", "mdurl", "pygments", "timm", "pytest", "pluggy", "iniconfig", "hypothesis"),
     *("sortedcontainers", "pyyaml"),
 )
+
+
+class Problem(Exception):
+    """Something the user can mend; the message says how."""
 
 
 def requirement(name: str) -> tuple[str, tuple[int, ...]]:

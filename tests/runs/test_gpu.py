@@ -12,9 +12,9 @@ import pytest
 from nanochat_gka.train import TrainConfig
 from processes import still_there
 from runs.bench import attention, deit, gpt
-from runs.check import Problem
 from runs.gpu import __main__ as program
 from runs.gpu import carry
+from runs.gpu.carry import Problem
 from runs.gpu.steps import Step, all_steps
 from sources import ROOT
 from trainkit_gka import cli
