@@ -35,7 +35,7 @@ from deit_gka.training.engine import Mixer, accumulate_gradients, bandwidths, ev
 from deit_gka.training.images import Fetch, Meter, RunImages
 from deit_gka.training.optim import load_state_tensors, make_average, make_optimizer, make_schedule, state_tensors
 from gka import bandwidth_warnings
-from trainkit_gka import cli, compiling
+from trainkit_gka import cli, compiling, hardware
 from trainkit_gka.checkpoint import Checkpoint
 from trainkit_gka.cli import UserError
 from trainkit_gka.distributed import Runtime, Stop
@@ -45,7 +45,6 @@ from trainkit_gka.trainer import Contents, Evaluation
 from trainkit_gka.trainer import Trainer as BaseTrainer
 
 TRAINING = 3  # times the FLOPs of a forward pass: backward takes two
-UPDATES_NOT_TIMED = 3  # compilation, and the workers' start
 EVAL_KEYS = ("epoch", "images", "broken")  # of the record of a complete evaluation, beside its metric
 ACCURACY_KEYS = ("top1", "top5", "loss", "ema_top1", "ema_top5", "ema_loss", "images", "broken")
 
@@ -89,7 +88,7 @@ class Trainer(BaseTrainer):
         self.mixer, self.objective = Mixer(config, len(classes)), Objective(config, teacher)
         # Progress so far; `meter` is of the whole run, `recent` since the last printed line
         self.state["broken"] = 0
-        self.meter, self.recent, self.not_timed = Meter(), Meter(), UPDATES_NOT_TIMED
+        self.meter, self.recent = Meter(), Meter()
         self.broken = BrokenList(self.folder)
         self.saves_every.append(self.steps_per_epoch)
         every = config.eval_every * self.steps_per_epoch if config.eval_every > 0 else -1
@@ -143,9 +142,9 @@ class Trainer(BaseTrainer):
         )
         if operators:
             printed(f"Gaussian kernel attention by {', '.join(operators)}")
-        on_gpu = device.type == "cuda"
-        if config.amp in ("auto", "bfloat16") and on_gpu and torch.cuda.get_device_capability(device) < (8, 0):
-            printed("note: this GPU has no instructions for bfloat16 (it is older than the A100); try --amp float16")
+        dtype = torch.bfloat16 if config.amp in ("auto", "bfloat16") and device.type == "cuda" else torch.float32
+        if note := hardware.slow_bfloat16(dtype, device, "try --amp float16"):
+            printed(note)
         return {"operators": operators, "initial_weights": self.initial_weights}
 
     # An update
@@ -197,9 +196,7 @@ class Trainer(BaseTrainer):
             self.average.update(self.model, step=step + 1 if config.model_ema_warmup else None)
         self.broken.report(fetch.broken, "a neighbour in the batch takes its place")
         self.state["broken"] += int(broken)
-        if self.not_timed:
-            self.not_timed -= 1
-        else:
+        if self.pace.step():
             for meter in (self.meter, self.recent):
                 meter.add(config.batch_size, time.perf_counter() - started, max(waits), loading)
         return {"loss": loss, "grad_norm": norm}, stopping > 0

@@ -42,7 +42,7 @@ from trainkit_gka.checkpoint import Checkpoint
 from trainkit_gka.cli import Bounds, CountOrAll, CountOrAutomatic, CountOrOff, Group, MayChange, UserError
 from trainkit_gka.distributed import Runtime, Stop
 from trainkit_gka.loop import launch
-from trainkit_gka.progress import Pace, RunLog, clock_text, rate
+from trainkit_gka.progress import RunLog, clock_text, rate
 from trainkit_gka.results import git_commit, peak_memory
 from trainkit_gka.run_config import RunConfig
 from trainkit_gka.trainer import Contents, Evaluation
@@ -50,7 +50,6 @@ from trainkit_gka.trainer import Trainer as BaseTrainer
 
 LOSS_MEMORY = 0.9  # of the printed loss, a running average
 MANY_EPOCHS = 10  # of one text
-STEPS_NOT_TIMED = 3  # by every process: they compile and fill caches
 # Keys that are read back from the log; a record without them does not count.
 COST_KEYS = ("parameters", "flops_per_token", "train_tokens", "train_flops")
 EVAL_KEYS, CORE_KEYS = ("train_bpb", "val_bpb"), ("name", "metric", "standard_error")
@@ -209,7 +208,7 @@ class Trainer(BaseTrainer):
             self.evaluations.append(Evaluation("sample", config.sample_every, self._log_samples))
         # Progress so far
         self.state |= {"loss_average": 0.0, "seconds": 0.0, "timed_tokens": 0}
-        self.not_timed, self.pace, self.commit = STEPS_NOT_TIMED, Pace(STEPS_NOT_TIMED), git_commit()
+        self.commit = git_commit()
         if checkpoint is not None:
             self.data.check_same(checkpoint.state["data"], self.folder)
             self.model.load_state_dict(checkpoint.tensors("model", runtime.device))
@@ -263,7 +262,7 @@ class Trainer(BaseTrainer):
             rows = f"{len(self.stream.rows):,} training rows are read {epochs:,.0f} times"
             say(f"warning: the {rows}, and will be known by heart: give more text, or lower --num-iterations")
         say(f"rows of a step, for this process: {len(runtime.share(self.rows))}, at most {self.batch_size} at once")
-        if note := hardware.slow_bfloat16(self.model.dtype, runtime.device):
+        if note := hardware.slow_bfloat16(self.model.dtype, runtime.device, "--dtype float32 is faster"):
             say(note)
         if self.state["muon_through_float32"]:
             say("note: this processor has no instructions for bfloat16; Muon's products are computed in float32")
@@ -288,23 +287,20 @@ class Trainer(BaseTrainer):
         loss = accumulate_gradients(self.compiled, self.stream, step, self.rows, self.batch_size, self.runtime)
         # A step waits for the device once, here: loss and gradients must be finite before they may touch the weights.
         gradients = [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]
-        largest = torch.nn.utils.get_total_norm(gradients, norm_type=math.inf).float()
+        largest = torch.nn.utils.get_total_norm(gradients, norm_type=math.inf).float()  # of this process
         stop_flag = torch.tensor(float(asked_to_stop), device=loss.device)
-        mean_loss, stopping, largest = self.runtime.sum(torch.stack([loss, stop_flag, largest])).tolist()
+        mean_loss, stopping, sum_of_largest = self.runtime.sum(torch.stack([loss, stop_flag, largest])).tolist()
         if not math.isfinite(mean_loss):
             raise self.diverged(f"the loss is {mean_loss}")
-        if not math.isfinite(largest):
+        if not math.isfinite(sum_of_largest):
             raise self.diverged("the gradient is not finite")
         self.optimizer.step(self.lr_multiplier(step), muon_momentum(step), weight_decay_multiplier(step, self.steps))
         self.runtime.synchronize()
         state["step"] = step + 1
         state["loss_average"] = LOSS_MEMORY * state["loss_average"] + (1 - LOSS_MEMORY) * mean_loss
-        if self.not_timed:
-            self.not_timed -= 1
-        else:
+        if self.pace.step():
             state["seconds"] += time.perf_counter() - started
             state["timed_tokens"] += self.horizon.total_batch_size
-        self.pace.step()
         smooth = state["loss_average"] / (1 - LOSS_MEMORY ** (step + 1))
         return {"loss": mean_loss, "smooth_loss": smooth}, stopping > 0
 

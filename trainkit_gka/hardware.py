@@ -36,13 +36,13 @@ def peak_flops(device: torch.device) -> float | None:
     return next((tflops * 1e12 for known, tflops in PEAK_TFLOPS.items() if re.search(rf"\b{known}\b", name)), None)
 
 
-def slow_bfloat16(dtype: torch.dtype, device: torch.device) -> str | None:
-    """A note if `dtype` is bfloat16 and `device` a processor or a GPU that has no instructions for it."""
+def slow_bfloat16(dtype: torch.dtype, device: torch.device, advice: str) -> str | None:
+    """A note with `advice` if `dtype` is bfloat16 and `device` a processor or a GPU that has no instructions for it."""
     if dtype == torch.bfloat16 and device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0):
-        return "note: this GPU has no instructions for bfloat16 (it is older than the A100); --dtype float32 is faster"
+        return f"note: this GPU has no instructions for bfloat16 (it is older than the A100); {advice}"
     is_x86 = device.type == "cpu" and platform.machine() in ("x86_64", "AMD64")
     if dtype == torch.bfloat16 and is_x86 and not torch.cpu._is_avx512_bf16_supported():
-        return "note: this processor has no instructions for bfloat16, so --dtype float32 is faster here"
+        return f"note: this processor has no instructions for bfloat16; {advice}"
     return None
 
 

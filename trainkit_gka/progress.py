@@ -153,11 +153,12 @@ class Pace:
     def __init__(self, skip: int, clock: Callable[[], float] = time.perf_counter):
         self.skip, self.clock, self.steps, self.began = skip, clock, 0, 0.0
 
-    def step(self) -> None:
-        """Count a finished step."""
+    def step(self) -> bool:
+        """Count a finished step. Returns whether it counts for the time."""
         self.steps += 1
         if self.steps == self.skip:
             self.began = self.clock()
+        return self.steps > self.skip
 
     def seconds_for(self, steps: int) -> float | None:
         """Seconds for `steps` more steps; None before any step is timed."""

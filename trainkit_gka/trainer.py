@@ -13,7 +13,7 @@ from trainkit_gka import checkpoint
 from trainkit_gka.checkpoint import Tensors
 from trainkit_gka.cli import UserError
 from trainkit_gka.distributed import Runtime, Stop
-from trainkit_gka.progress import RunLog
+from trainkit_gka.progress import Pace, RunLog
 from trainkit_gka.run_config import RunConfig
 
 
@@ -56,6 +56,7 @@ class Trainer(ABC):
         state: the progress, JSON that checkpoints save; state["step"] counts the steps that are done
         evaluations: run in this order
         saves_every: periods in steps; a checkpoint is written at their multiples, before evaluations and at the end
+        pace: `step` calls its `step`, which says whether to count the time of this one
     """
 
     KIND: ClassVar[str]  # of the line that a finished run adds to the results
@@ -63,6 +64,8 @@ class Trainer(ABC):
     LOWER: ClassVar[str]  # the advice for a run that diverged
     FINISH_KEYS: ClassVar[tuple[str, ...]]  # of `summary`: a finish record that lacks one does not count
     NOT_IN_BEST: ClassVar[tuple[str, ...] | None] = None  # tensors that the best checkpoint lacks; None: there is none
+
+    STEPS_NOT_TIMED: ClassVar[int] = 3  # the first of every process: they compile, start workers and fill caches
 
     model: torch.nn.Module
     steps: int
@@ -72,6 +75,7 @@ class Trainer(ABC):
         self.state: dict[str, Any] = {"step": 0}
         self.evaluations: list[Evaluation] = []
         self.saves_every = [config.save_every]
+        self.pace = Pace(self.STEPS_NOT_TIMED)
 
     # In run order
 
