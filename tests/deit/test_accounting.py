@@ -6,10 +6,10 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
+import tiny
 from deit_gka.accounting import AccountingConfig, cost_of, deit_cost, main
 from deit_gka.model.registry import MODELS, model_name
 from tiny_vit import create
-from vision_runs import in_process
 
 OTHER_SHAPES = [
     dict(attention="vlt", value_bias=False, qkv_bias=True, depth=1),
@@ -56,4 +56,4 @@ def test_the_command_prints_a_row_for_a_pattern_and_names_the_flag_of_a_wrong_on
     main(AccountingConfig(attention="GGGA"))
     (row,) = (row for row in capsys.readouterr().out.splitlines() if row.startswith("GGGA tiny"))
     assert row.split()[2:6] == ["4,716,931", "778,203", "3,550,464", "27"]
-    assert "--attention" in in_process(main, AccountingConfig, "--attention", "GGX", capsys=capsys)
+    assert "--attention" in tiny.refused(main, AccountingConfig, "--attention", "GGX")

@@ -4,13 +4,13 @@ import numpy as np
 import pytest
 import torch
 
+import tiny
 from deit_gka import train as training
 from deit_gka.recipe import Recipe
 from deit_gka.training.config import TrainConfig
 from deit_gka.training.distillation import Objective, Teacher, load_teacher
 from digit_runs import accuracy, flags, newest, train
 from tiny import one_line_error
-from vision_runs import in_process
 
 DIGITS = [str(digit) for digit in range(10)]
 IMAGENET = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
@@ -75,10 +75,10 @@ def test_learning_from_the_teacher_alone(digits, tmp_path):
     assert teacher.size == (32, 32)
 
 
-def test_mistakes_with_teachers_are_one_line(digits, tmp_path, monkeypatch, capsys):
+def test_mistakes_with_teachers_are_one_line(digits, tmp_path, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     for settings, classes in (({}, DIGITS), (dict(teacher_model=str(digits / "run")), ["a", "b", "c"])):
         with one_line_error("--teacher-model"):
             load_teacher(Recipe(**settings), classes)
     argv = flags(tmp_path, "--epochs", 1, "--distillation-type", "soft")
-    assert "--distillation-type" in in_process(training.main, TrainConfig, *argv, capsys=capsys)
+    assert "--distillation-type" in tiny.refused(training.main, TrainConfig, *argv)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from PIL import Image
 
+import tiny
 from deit_gka.data.transforms import eval_transform
 from deit_gka.draw import DrawConfig, main
 from deit_gka.figures.depth import relative_bandwidths
@@ -23,7 +24,6 @@ from figure_runs import GKA, SOFTMAX, TINY, tiny_subjects, vision_run, words
 from tiny_vision import photo as photo_of
 from trainkit_gka.cli import run
 from trainkit_gka.figures.measures import diagonal_mass, entropy, median_distance
-from vision_runs import in_process
 
 NO_CLASS = ("attn_layer=gka", "class_token=False", "global_pool=avg")
 LAYOUTS = {  # a model, its arguments, the tokens before the patches, whether the first is a class token
@@ -198,14 +198,14 @@ def test_other_layouts_of_tokens_are_drawn(layout, figures, tmp_path, photo):
     assert len(figures) == 2 * (len(FAMILIES) + len(HEADS) - 1 - skipped)
 
 
-def test_a_model_is_drawn_on_images_that_it_knows(tmp_path, capsys):
+def test_a_model_is_drawn_on_images_that_it_knows(tmp_path):
     """Photographs are for models that see them: not for a run whose images are gone, nor for a model of small ones."""
     digits = of_run(vision_run(tmp_path / "digits"))
     assert [name.partition(" ")[0] for name in images_for(digits)] == 4 * ["digits"]
     assert images_for(of_timm(GKA, ["depth=1"])).keys() == {"china", "flower"}
     gone = vision_run(tmp_path / "gone", trained_on=str(tmp_path / "nowhere"))
     for model in (("--model", GKA, *TINY), ("--run", gone)):
-        assert "--image" in in_process(main, DrawConfig, *model, capsys=capsys)
+        assert "--image" in tiny.refused(main, DrawConfig, *model)
 
 
 def test_the_first_gka_run_on_digits_is_the_default(figures, tmp_path, photo):
@@ -266,7 +266,7 @@ def test_the_band_is_the_range_over_seeds(seeds, figures, tmp_path, photo):
     assert not figures["sigma.png"].axes[2].collections and figure.rows[0]["head"] == 1
 
 
-def test_mistakes_are_one_line(seeds, tmp_path, photo, capsys):
+def test_mistakes_are_one_line(seeds, tmp_path, photo):
     model, run = ("--model", GKA, *TINY), ("--image", photo, "--run", seeds[0])
     (tmp_path / "cut.png").write_bytes(photo.read_bytes()[:-200])
     other = vision_run(tmp_path / "other", lr=0.2, seed=5)
@@ -281,4 +281,4 @@ def test_mistakes_are_one_line(seeds, tmp_path, photo, capsys):
         ((*run, "--twin", seeds[0]), "seed0"),
         ((*model, "--image", photo, "--seeds", other), "--seeds"),
     ):
-        assert word in in_process(main, DrawConfig, *flags, "--out", tmp_path, capsys=capsys)
+        assert word in tiny.refused(main, DrawConfig, *flags, "--out", tmp_path)

@@ -9,6 +9,7 @@ from unittest.mock import Mock
 import datasets
 import pytest
 
+import tiny
 from deit_gka import train as training
 from deit_gka.data.batch import Images
 from deit_gka.data.order import Order
@@ -20,7 +21,7 @@ from tiny import one_line_error
 from tiny_images import drawn, error, png, runtime, small_recipe, union, value_of, write
 from tiny_vision import SIZE
 from trainkit_gka.cli import PassingFault, UserError
-from vision_runs import evaluated, flags, in_process, train
+from vision_runs import evaluated, flags, train
 
 forms = pytest.mark.parametrize("form", ["hf", "hf-stream"])
 IMAGE, NUMBER = datasets.Image(), datasets.Value("int64")
@@ -215,7 +216,7 @@ def test_configurations_splits_and_columns_are_chosen_by_name(form, configuratio
     assert len(records_of(open_source(data, "train", DataParts(**full)))) == 24
 
 
-def test_a_run_keeps_the_parts_of_its_data(configurations, tmp_path, capsys):
+def test_a_run_keeps_the_parts_of_its_data(configurations, tmp_path):
     data = f"hf-stream:{configurations}"
     more = ["--data-config", "full", "--val-split", "test", "--target-key", "fine", "--num-workers", 0]
     more += ["--epochs", 1, "--warmup-epochs", 0, "--repeated-aug", 1]
@@ -224,7 +225,7 @@ def test_a_run_keeps_the_parts_of_its_data(configurations, tmp_path, capsys):
     state = json.loads((tmp_path / "run/checkpoints/step_00000001/state.json").read_text())
     assert (state["trained_on"], state["parts"], state["classes"]) == (data, named, ["a", "b", "c"])
     argv = [*flags(data, tmp_path, *more), "--target-key", "coarse"]
-    assert "--target-key" in in_process(training.main, TrainConfig, *argv, capsys=capsys)
+    assert "--target-key" in tiny.refused(training.main, TrainConfig, *argv)
     train(data, tmp_path, *more)
     trained = json.loads((tmp_path / "results.jsonl").read_text())
     again = evaluated(tmp_path, "--run", tmp_path / "run")

@@ -7,13 +7,13 @@ import timm
 import torch
 
 import deit_gka.export as export
+import tiny
 from deit_gka.data.sources import decode, open_source
 from deit_gka.data.transforms import eval_transform
 from deit_gka.model.checkpoints import about_images, find_checkpoint, load_run
 from tiny_vit import SMALL, assert_as_exact, small
 from trainkit_gka import onnx
 from trainkit_gka.cli import UserError
-from vision_runs import in_process
 
 needs_onnx = pytest.mark.skipif(
     any(importlib.util.find_spec(name) is None for name in onnx.NEEDED),
@@ -72,10 +72,10 @@ def test_onnx_that_differs_from_the_model_does_not_stay(bound, stays, tmp_path, 
     assert {path.name for path in tmp_path.iterdir()} == stays
 
 
-def test_what_cannot_be_onnx_is_refused_before_anything_is_written(digits, tmp_path, monkeypatch, capsys):
+def test_what_cannot_be_onnx_is_refused_before_anything_is_written(digits, tmp_path, monkeypatch):
     other = timm.create_model("vit_tiny_patch16_224", block_fn=timm.models.vision_transformer.ResPostBlock, **SMALL)
     monkeypatch.setattr(export, "load_run", lambda *_: other)
     monkeypatch.setattr(onnx, "NEEDED", ())
     argv = ["--run", digits / "run", "--out", tmp_path / "out", "--onnx"]
-    assert "usual blocks" in in_process(export.main, export.ExportConfig, *argv, capsys=capsys)
+    assert "usual blocks" in tiny.refused(export.main, export.ExportConfig, *argv)
     assert not (tmp_path / "out").exists()

@@ -8,6 +8,7 @@ import timm
 import torch
 from PIL import Image
 
+import tiny
 from deit_gka import evaluate
 from deit_gka.data.sources.classes import in_order, numbers_in_model
 from deit_gka.data.transforms import eval_transform
@@ -19,7 +20,7 @@ from tiny_images import write
 from tiny_vision import MICRO, SHAPE, SIZE, call, encoded
 from trainkit_gka.checkpoint import save as save_checkpoint
 from trainkit_gka.cli import UserError
-from vision_runs import EVALUATE, EXPORT, STEPS, TRAIN, Code, checkpoint, evaluated, in_process, micro, records
+from vision_runs import EVALUATE, EXPORT, STEPS, TRAIN, Code, checkpoint, evaluated, micro, records
 
 METRICS = ("top1", "top5", "loss", "images")
 
@@ -71,7 +72,7 @@ TIMM = ["--model", "deit_tiny_gka_patch16_224", "--model-kwargs", f"img_size={SI
 TIMM += [f"{key}={value}" for key, value in SHAPE.items()]
 
 
-def test_a_timm_model_takes_a_file_of_deits_layout_and_refuses_others(uninterrupted, pictures, tmp_path, capsys):
+def test_a_timm_model_takes_a_file_of_deits_layout_and_refuses_others(uninterrupted, pictures, tmp_path):
     """A file of code is refused without being run."""
     weights = checkpoint(uninterrupted, STEPS, "model")
     Code.MARKER.unlink(missing_ok=True)
@@ -92,7 +93,7 @@ def test_a_timm_model_takes_a_file_of_deits_layout_and_refuses_others(uninterrup
         (("--run", uninterrupted / "run", "--data", "/nowhere"), str(pictures)),
     ):
         argv = ["--data", pictures, *flags]
-        assert word in in_process(evaluate.main, evaluate.EvaluateConfig, *argv, capsys=capsys)
+        assert word in tiny.refused(evaluate.main, evaluate.EvaluateConfig, *argv)
     assert not Code.MARKER.exists()
     (metrics,) = evaluated(tmp_path, "--data", pictures, *three, tmp_path / "three.pth")["metrics"].values()
     last = records(uninterrupted, "eval")[-1]
@@ -208,10 +209,10 @@ def test_a_teacher_whose_classes_are_in_another_order_teaches_by_name(teacher, p
         load_teacher(recipe, ["zebra", *NUMBERS[1:]])
 
 
-def test_names_that_a_model_does_not_know_are_refused(places, tmp_path, capsys):
+def test_names_that_a_model_does_not_know_are_refused(places, tmp_path):
     shutil.copytree(places / "named", tmp_path / "data")
     (tmp_path / "data/val/n03").rename(tmp_path / "data/val/zebra")
     flags = ["--run", places / "run", "--data", tmp_path / "data", "--device-type", "cpu"]
-    assert "'zebra'" in in_process(evaluate.main, evaluate.EvaluateConfig, *flags, capsys=capsys)
+    assert "'zebra'" in tiny.refused(evaluate.main, evaluate.EvaluateConfig, *flags)
     with pytest.raises(UserError, match="class 'crane'"):  # twice: it cannot be told which is which
         numbers_in_model(["crane", "crane", "x"], "data", ["x", "crane", "crane"], "model")

@@ -27,7 +27,6 @@ from vision_runs import (
     checkpoint,
     final,
     flags,
-    in_process,
     metrics,
     micro,
     records,
@@ -202,7 +201,7 @@ def test_ranks_take_the_same_first_step(pictures, tmp_path):
     assert other["loss"] == pytest.approx(record["loss"], rel=1e-6)
 
 
-def test_a_moved_copy_of_the_data_continues_a_run_and_other_data_is_refused(uninterrupted, pictures, tmp_path, capsys):
+def test_a_moved_copy_of_the_data_continues_a_run_and_other_data_is_refused(uninterrupted, pictures, tmp_path):
     data = tmp_path / "data"
     shutil.copytree(pictures, data)
     shutil.copytree(uninterrupted / "run", tmp_path / "run")
@@ -212,11 +211,11 @@ def test_a_moved_copy_of_the_data_continues_a_run_and_other_data_is_refused(unin
     old, new = metrics(uninterrupted), metrics(tmp_path)
     assert all(new[key] == old[key] for key in ("best", "top1", "ema_top1", "images", "sigma"))
     spare = (data / "train/class_1/000.jpg").rename(tmp_path / "000.jpg")
-    assert "77 training images" in in_process(training.main, TrainConfig, *flags(data, tmp_path), capsys=capsys)
+    assert "77 training images" in tiny.refused(training.main, TrainConfig, *flags(data, tmp_path))
     spare.rename(data / "train/class_1/000.jpg")
     for split in ("train", "val"):
         (data / split / "class_1").rename(data / split / "class_9")
-    assert "other classes" in in_process(training.main, TrainConfig, *flags(data, tmp_path), capsys=capsys)
+    assert "other classes" in tiny.refused(training.main, TrainConfig, *flags(data, tmp_path))
 
 
 # Numbers that are not finite
@@ -231,7 +230,7 @@ def test_a_loss_that_is_not_finite_ends_the_run(pictures, tmp_path):
     assert not (tmp_path / "results.jsonl").read_text()
 
 
-def test_float16_whose_gradients_stay_infinite_ends_the_run(pictures, tmp_path, monkeypatch, capsys):
+def test_float16_whose_gradients_stay_infinite_ends_the_run(pictures, tmp_path, monkeypatch):
     """Its updates are left out while the scale falls."""
     unscale = torch.amp.GradScaler.unscale_
 
@@ -242,7 +241,7 @@ def test_float16_whose_gradients_stay_infinite_ends_the_run(pictures, tmp_path, 
     monkeypatch.setattr(torch.amp.GradScaler, "unscale_", overflow)
     argv = flags(pictures, tmp_path, "--num-workers", 0, "--amp", "float16", "--eval-every", "-1")
     with signals_kept():
-        assert "norm inf" in in_process(training.main, TrainConfig, *argv, capsys=capsys)
+        assert "norm inf" in tiny.refused(training.main, TrainConfig, *argv)
 
 
 # Mistakes
@@ -259,6 +258,6 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("more", MISTAKES)
-def test_mistakes_are_one_line(pictures, more, tmp_path, capsys):
+def test_mistakes_are_one_line(pictures, more, tmp_path):
     argv = flags(pictures, tmp_path, *more.split())
-    assert MISTAKES[more] in in_process(training.main, TrainConfig, *argv, capsys=capsys)
+    assert MISTAKES[more] in tiny.refused(training.main, TrainConfig, *argv)

@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import save_file
 
 import deit_gka.evaluate
+import tiny
 import tiny_vision
 from deit_gka import train as training
 from deit_gka.data.sources import decode
@@ -23,7 +24,7 @@ from deit_gka.recipe import Recipe
 from deit_gka.training.config import TrainConfig
 from digit_runs import GKA, KNOWS_DIGITS, SOFTMAX, VLT, flags, micro, newest, train
 from tiny import one_line_error
-from vision_runs import Code, evaluated, in_process
+from vision_runs import Code, evaluated
 from vision_runs import train as train_on
 
 # What is taken
@@ -143,7 +144,7 @@ def test_sources_without_weights_are_one_line(tmp_path, monkeypatch):
 # Training that starts so
 
 
-def test_resumed_run_keeps_its_initial_weights(digits, tmp_path, capsys):
+def test_resumed_run_keeps_its_initial_weights(digits, tmp_path):
     weights, moved = tmp_path / "weights.safetensors", tmp_path / "moved.safetensors"
     save_file(newest(digits), weights)
     common = ["--model", GKA, "--epochs", 1, "--lr", 0.01, "--initial-weights"]
@@ -160,7 +161,7 @@ def test_resumed_run_keeps_its_initial_weights(digits, tmp_path, capsys):
     refused = [(tmp_path, [*common, other]) for other in (digits / "run", "", moved)]
     began_without = [*KNOWS_DIGITS, "--initial-weights", moved]
     for out, argv in (*refused, (digits, began_without)):
-        message = in_process(training.main, TrainConfig, *flags(out, *argv), capsys=capsys)
+        message = tiny.refused(training.main, TrainConfig, *flags(out, *argv))
         assert message.startswith("error: --initial-weights") and str(out) in message
 
 
@@ -194,12 +195,12 @@ def test_timm_and_transformers_prepare_images_and_name_classes_as_the_run(out, p
     assert answers == pytest.approx({f"class_{number}": p for number, p in enumerate(expected)}, rel=1e-4)
 
 
-def test_an_export_is_evaluated_as_its_run(out, pictures, capsys):
+def test_an_export_is_evaluated_as_its_run(out, pictures):
     run, exported = (evaluated(out, "--run", out / name, "--data", pictures)["metrics"] for name in ("run", "exported"))
     assert run["model"]["images"] == 27
     assert all(run["model"][key] == exported["exported"][key] for key in ("top1", "top5", "loss", "crop_pct"))
     argv = ["--run", out / "exported", "--device-type", "cpu"]
-    assert "--data" in in_process(deit_gka.evaluate.main, deit_gka.evaluate.EvaluateConfig, *argv, capsys=capsys)
+    assert "--data" in tiny.refused(deit_gka.evaluate.main, deit_gka.evaluate.EvaluateConfig, *argv)
 
 
 def test_a_new_run_takes_the_head_by_class_name_and_is_warned_of_another_normalisation(out, tmp_path):

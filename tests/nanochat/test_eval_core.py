@@ -221,16 +221,14 @@ def test_scoring_and_samples_leave_training_unchanged(scored, packed, tmp_path, 
 
 @pytest.mark.parametrize("line, most, message", [("{oops\n", 8, "copa.jsonl:16: "), ("", 3, "max-per-task 3")])
 @pytest.mark.parametrize("packing", ["dry", "dry zip", ""])
-def test_bad_bundle_is_refused_before_the_first_step(packed, bundle, tmp_path, capsys, line, most, message, packing):
+def test_bad_bundle_is_refused_before_the_first_step(packed, bundle, tmp_path, line, most, message, packing):
     mine = shutil.copytree(bundle, tmp_path / "bundle")
     with open(mine / "eval_data/reasoning/copa.jsonl", "a") as file:
         file.write(line)
     if "zip" in packing:
         mine = shutil.make_archive(tmp_path / "mine", "zip", mine)
     dry = ["--dry-run"] * ("dry" in packing)
-    assert gpt_runs.train(packed, tmp_path / "out", *with_core(mine, most), *dry) == 2
-    error = capsys.readouterr().err
-    assert message in error and len(error.splitlines()) == 1
+    assert message in gpt_runs.refused(packed, tmp_path / "out", *with_core(mine, most), *dry)
     assert events(tmp_path / "out", "eval") == events(tmp_path / "out", "train") == []
     assert (tmp_path / "out").exists() == (not dry)
 

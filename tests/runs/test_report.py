@@ -14,7 +14,6 @@ from runs import report
 from runs.report import ReportConfig, find_runs, main
 from runs.table import Table
 from trainkit_gka.cli import UserError, run
-from vision_runs import in_process
 
 NAMES = ("digits-gka", "words-gka")
 TEXT = "the kernel token mixes every head and <b>nothing</b> else so that past values come back with weights"
@@ -101,11 +100,9 @@ def test_without_runs_the_page_shows_an_untrained_model_and_the_command_that_tra
     assert "make demo" in runs.missing and "deit_tiny_gka" in attention.pictures[0] and not provenance.tables
 
 
-def test_mistakes_are_named(base, tmp_path, capsys):
-    assert f"{tmp_path} is not a run: it has no log.jsonl" in in_process(
-        main, ReportConfig, "--run", tmp_path, capsys=capsys
-    )
-    nowhere = in_process(main, ReportConfig, "--base", tmp_path / "nope", capsys=capsys)
+def test_mistakes_are_named(base, tmp_path):
+    assert f"{tmp_path} is not a run: it has no log.jsonl" in tiny.refused(main, ReportConfig, "--run", tmp_path)
+    nowhere = tiny.refused(main, ReportConfig, "--base", tmp_path / "nope")
     assert f"there is no folder {tmp_path}/nope;" in nowhere and not (tmp_path / "nope").exists()
     with pytest.raises(UserError, match="the text is empty"):
         report.language_pictures(find_runs((), base), " ")

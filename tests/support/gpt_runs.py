@@ -30,6 +30,12 @@ def train(packed, out, *more) -> int:
         torch.set_num_threads(threads)
 
 
+def refused(packed, out, *more) -> str:
+    """The line with which the command, in this process, refuses to train."""
+    with signals_kept():
+        return tiny.refused(main, TrainConfig, *flags(packed, out, *more))
+
+
 def final(out, step=STEPS):
     folder = out / "run" / "checkpoints" / f"step_{step:08d}"
     return [(folder / f"{name}.safetensors").read_bytes() for name in ("model", "optimizer")]

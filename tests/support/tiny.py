@@ -1,6 +1,7 @@
 """A corpus, a tokenizer and packed rows small enough to train on in a second, and helpers to run the real commands."""
 
 import contextlib
+import io
 import json
 import os
 import random
@@ -79,6 +80,15 @@ def exit_code(main, config, *flags) -> int:
     except SystemExit as end:
         return end.code
     return 0
+
+
+def refused(main, config, *flags, code: int = UserError.code) -> str:
+    """The one line with which a command's function, in this process, refuses its flags, and leaves with `code`."""
+    with contextlib.redirect_stderr(io.StringIO()) as errors:
+        assert exit_code(main, config, *flags) == code, errors.getvalue()
+    message = errors.getvalue()
+    assert message.startswith("error: ") and message.count("\n") == 1, message
+    return message
 
 
 def finish(process: subprocess.Popen) -> subprocess.CompletedProcess:

@@ -5,14 +5,13 @@ import tempfile
 import time
 from pathlib import Path
 
-import pytest
 from safetensors.torch import load_file
 
 import tiny_vision
 from deit_gka import evaluate
 from deit_gka.model.checkpoints import build
 from tiny_vision import MICRO, SHAPE, SIZE
-from trainkit_gka.cli import UserError, run
+from trainkit_gka.cli import run
 from trainkit_gka.progress import read_events
 
 TRAIN, EVALUATE, EXPORT = "deit_gka.train", "deit_gka.evaluate", "deit_gka.export"
@@ -69,15 +68,6 @@ def evaluated(out, *flags):
     argv = [*flags, "--device-type", "cpu", "--num-workers", 0, "--results", out / "eval.jsonl"]
     run(evaluate.main, evaluate.EvaluateConfig, [str(flag) for flag in argv])
     return json.loads((out / "eval.jsonl").read_text().splitlines()[-1])
-
-
-def in_process(main, config, *argv, capsys, code=UserError.code):
-    """The message of a command that leaves with this exit code and one line."""
-    with pytest.raises(SystemExit) as exited:
-        run(main, config, [str(flag) for flag in argv])
-    message = capsys.readouterr().err
-    assert exited.value.code == code and message.startswith("error: ") and message.count("\n") == 1, message
-    return message
 
 
 class Code:

@@ -24,7 +24,7 @@ from sources import ROOT
 from trainkit_gka import distributed, workers
 from trainkit_gka.cli import PassingFault, UserError
 from trainkit_gka.distributed import Runtime
-from vision_runs import TRAIN, flags, in_process, wait_for_step
+from vision_runs import TRAIN, flags, wait_for_step
 
 
 @pytest.fixture
@@ -60,7 +60,7 @@ worker.kill()
 # Silent and dead workers
 
 
-def test_silent_worker_is_one_line(pictures, tmp_path, capsys, monkeypatch, started):
+def test_silent_worker_is_one_line(pictures, tmp_path, monkeypatch, started):
     """A named pipe that nobody writes to: reading it takes as long as a disk that is gone."""
     image = shutil.copytree(pictures, tmp_path / "data") / "val/class_1/000.jpg"
     image.unlink()
@@ -68,7 +68,7 @@ def test_silent_worker_is_one_line(pictures, tmp_path, capsys, monkeypatch, star
     monkeypatch.setattr(loader_workers, "BATCH_TIMEOUT", 0.5)
     with signals_kept():
         argv = flags(tmp_path / "data", tmp_path)
-        message = in_process(train.main, TrainConfig, *argv, capsys=capsys, code=PassingFault.code)
+        message = tiny.refused(train.main, TrainConfig, *argv, code=PassingFault.code)
     assert "no loading worker has sent images" in message and "; continue with: " in message
     assert not still_there(started())
 
