@@ -5,9 +5,11 @@ Importing this package (not gka) registers deit_{tiny,small,base}_{gka,vlt}[_dis
 timm's own ViTs too.
 """
 
+from trainkit_gka import importing
 from trainkit_gka.extras import require
 
-require(__name__, "vision", "numpy", "safetensors", "filelock", "rich", "tyro", "torchvision", "timm")
+importing(__name__)
+require(__name__, "vision", "numpy", "safetensors", "rich", "tyro", "torchvision", "timm")
 
 from deit_gka.figures.maps import LayerMaps as LayerMaps  # noqa: E402
 from deit_gka.figures.maps import attention_maps as attention_maps  # noqa: E402

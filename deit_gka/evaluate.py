@@ -28,6 +28,7 @@ from deit_gka.data.transforms import eval_transform, in_words
 from deit_gka.data.workers import WorkerCount, evaluation_batches
 from deit_gka.model import checkpoints
 from deit_gka.training.engine import evaluate
+from trainkit_gka.checkpoint import run_folder
 from trainkit_gka.cli import Bounds, Count, Group, UserError, flag_of, run
 from trainkit_gka.distributed import Runtime, running
 from trainkit_gka.progress import progress_bar, rate
@@ -196,7 +197,7 @@ def main(config: EvaluateConfig) -> None:
         config, data_note = runtime.agree(functools.partial(completed, config))
         metrics = measure(config, runtime, data_note)
         if runtime.is_main:
-            about = {"run": config.run.resolve().name if config.run else None, "model": config.model or None}
+            about = {"run": run_folder(config.run).name if config.run else None, "model": config.model or None}
             about |= {"data": config.data, "split": config.split, **config.given_parts()}
             append_result(config.results, "evaluate_deit", about, metrics, runtime.device, runtime.world_size)
 

@@ -12,9 +12,10 @@ from nanochat_gka.data import SPLITS
 from nanochat_gka.data.loader import EvalRows, PackedData, rows_of_run
 from nanochat_gka.generation.engine import Engine
 from nanochat_gka.generation.sampling import SAMPLE_PROMPTS, Sampling
-from nanochat_gka.model.checkpoints import Loaded, load, run_folder
+from nanochat_gka.model.checkpoints import Loaded, load
 from nanochat_gka.training.bits_per_byte import of_both_splits, utf8_note
 from nanochat_gka.training.memory import RowsAtOnce, rows_at_once
+from trainkit_gka.checkpoint import run_folder
 from trainkit_gka.cli import Bounds, Count, CountOrAll, UserError, run
 from trainkit_gka.distributed import Runtime, running
 from trainkit_gka.progress import console

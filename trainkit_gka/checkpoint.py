@@ -17,27 +17,33 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 
 from trainkit_gka.cli import UserError
 from trainkit_gka.files import atomic_folder, read_json, sha256, usual_mode, write_json
 
 Tensors = dict[str, torch.Tensor]
 _NAME = re.compile(r"step_(\d{8})")
+# Errors of a path that leads nowhere: it is gone, a part of it is a file, or links go round.
+ABSENT = {errno.ENOENT, errno.ENOTDIR, errno.ELOOP}
 
 
 @dataclass
 class Checkpoint:
-    """An intact checkpoint on disk; tensors are read when asked for."""
+    """An intact checkpoint. Its files of tensors are open: a training that deletes the checkpoint does not end that."""
 
     path: Path
     step: int
     state: dict[str, Any]
+    files: dict[str, Any]  # the opened files of tensors, by the names of their groups
 
     def tensors(self, name: str, device: torch.device | str = "cpu") -> Tensors:
-        """The tensors saved under `name`."""
-        return load_file(self.path / f"{name}.safetensors", device=str(device))
+        """The tensors saved under `name`. Raises UserError if there are none."""
+        if name not in self.files:
+            raise UserError(f"checkpoint {self.path} has no {name}.safetensors")
+        file = self.files[name]
+        return {key: file.get_tensor(key).to(device) for key in file.keys()}  # noqa: SIM118 (it is no dict)
 
 
 def save(
@@ -57,10 +63,12 @@ def save(
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    final = folder / f"step_{step:08d}"
+    final = checkpoint_path(folder, step)
     if not again and final.exists() and find_damage(final) is None:
         return final
     _delete(folder.glob(".tmp-*step_*"))  # of a killed process, of any step
+    if os.path.lexists(final) and not final.is_dir():  # a file, or a link that leads nowhere
+        _delete([final])
     with atomic_folder(final) as temporary:
         for name, group in tensors.items():
             write_tensors(group, temporary / f"{name}.safetensors")
@@ -74,14 +82,9 @@ def save(
 
 
 def write_tensors(tensors: Tensors, path: Path, metadata: dict[str, str] | None = None) -> None:
-    """Write a safetensors file with the permissions of any new file. Raises OSError if the disk is full."""
-    try:
-        with usual_mode(path):
-            save_file({key: value.detach().contiguous().cpu() for key, value in tensors.items()}, path, metadata)
-    except SafetensorError as error:
-        if f"os error {errno.ENOSPC}" in str(error):
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path)) from None
-        raise
+    """Write a safetensors file with the permissions of any new file."""
+    with usual_mode(path):
+        save_file({key: value.detach().contiguous().cpu() for key, value in tensors.items()}, path, metadata)
 
 
 def file_bytes(tensors: Tensors) -> int:
@@ -95,15 +98,41 @@ def load_newest(folder: Path, warn=print) -> Checkpoint | None:
 
     A damaged checkpoint is reported through `warn` and skipped. Raises UserError if every checkpoint is damaged.
     """
-    candidates = _newest_first(folder)
-    for path in candidates:
-        damage = find_damage(path)
-        if damage is None:
-            return load(path, verify=False)
-        warn(f"checkpoint {path} is damaged ({damage}); falling back to the one before it")
-    if candidates:
-        raise UserError(f"every checkpoint in {folder} is damaged; delete the folder to start over")
+    while candidates := _newest_first(folder):
+        for path in candidates:
+            damage = find_damage(path)
+            try:
+                if damage is None:
+                    return load(path, verify=False)
+            except (OSError, UserError):
+                if path.exists():
+                    raise
+            if not os.path.lexists(path):  # a training has deleted it meanwhile, and saved another
+                break
+            warn(f"checkpoint {path} is damaged ({damage}); falling back to the one before it")
+        else:
+            raise UserError(f"every checkpoint in {folder} is damaged; delete the folder to start over")
     return None
+
+
+def checkpoint_path(folder: Path, step: int) -> Path:
+    """The checkpoint of a step in `folder`."""
+    return Path(folder) / f"step_{step:08d}"
+
+
+def run_folder(path: Path) -> Path:
+    """The folder of the run that `path` belongs to: itself, or two levels up from a checkpoint.
+
+    The folder of checkpoints may be a link to one of another name.
+    """
+    places = Path(os.path.abspath(path)), Path(path).resolve()
+    runs = [place.parent.parent for place in places if place.parent.name in ("checkpoints", "best")]
+    return [*runs, places[1]][0].resolve()
+
+
+def newest_step(folder: Path) -> int:
+    """The step of the newest checkpoint of `folder`, intact or not; 0 without one."""
+    return max((int(path.name[5:]) for path in _newest_first(folder)), default=0)
 
 
 def load(path: Path, verify: bool = True) -> Checkpoint:
@@ -114,29 +143,44 @@ def load(path: Path, verify: bool = True) -> Checkpoint:
         raise UserError(f"checkpoint {path} is damaged: {damage}")
     match = _NAME.fullmatch(path.name)
     state = read_json(path / "state.json", "checkpoint state")
-    return Checkpoint(path, int(match[1]) if match else int(state.get("step", 0)), state)
+    try:
+        files = {file.stem: safe_open(file, framework="pt") for file in sorted(path.glob("*.safetensors"))}
+    except SafetensorError as error:
+        raise UserError(f"checkpoint {path} has a file that is not of safetensors ({error})") from None
+    return Checkpoint(path, int(match[1]) if match else int(state.get("step", 0)), state, files)
 
 
 def find_damage(path: Path) -> str | None:
     """The first damage of a checkpoint folder as text; None if every file has its recorded checksum."""
+    path = Path(path)
     try:
-        manifest = read_json(Path(path) / "manifest.json", "manifest")
+        manifest = read_json(path / "manifest.json", "manifest")
+        present = {file.name for file in path.iterdir() if file.suffix in (".json", ".safetensors")}
+        if unlisted := sorted({*present, "state.json"} - {*manifest, "manifest.json"}):
+            return f"manifest.json does not list {unlisted[0]}"
+        for name, digest in manifest.items():
+            if not (path / name).is_file():
+                return f"{name} is missing"
+            if sha256(path / name) != digest:
+                return f"{name} does not have its recorded checksum"
     except UserError as error:
         return str(error)
-    if "state.json" not in manifest:
-        return "manifest.json does not list the files"
-    for name, digest in manifest.items():
-        file = Path(path) / name
-        if not file.is_file():
-            return f"{name} is missing"
-        if sha256(file) != digest:
-            return f"{name} does not have its recorded checksum"
+    except OSError as error:  # others, such as of a disk that does not answer, are not the checkpoint's
+        if error.errno not in ABSENT:
+            raise
+        return f"{error.filename}: {error.strerror}"
     return None
 
 
-def _delete(folders: Iterable[Path]) -> None:
-    for path in folders:
-        shutil.rmtree(path)
+def _delete(paths: Iterable[Path]) -> None:
+    """Delete folders, files and links, each at once for those who look for its name."""
+    for path in paths:
+        if not path.name.startswith(".tmp-"):
+            path = path.rename(path.with_name(f".tmp-deleted-{path.name}"))
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
 
 
 def _newest_first(folder: Path) -> list[Path]:

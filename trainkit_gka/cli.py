@@ -11,7 +11,9 @@ import io
 import itertools
 import math
 import os
+import re
 import shlex
+import signal
 import sys
 import textwrap
 import time
@@ -20,7 +22,7 @@ from dataclasses import dataclass, field, fields, make_dataclass
 from enum import Enum
 from typing import Annotated, Any, TypeVar, get_type_hints
 
-from trainkit_gka import command, signals
+from trainkit_gka import command, interrupted, signals
 
 # The flags to lower when a GPU's memory is full: they change the speed, not the result.
 BATCH_FLAGS = ("device_batch_size", "batch_tokens", "max_rows", "batch_size")
@@ -29,6 +31,13 @@ PASSING = {errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EAGAIN, errno.EBUSY, 
 PASSING |= {errno.ECONNRESET, errno.ECONNABORTED, errno.ECONNREFUSED, errno.EHOSTDOWN, errno.EHOSTUNREACH}
 PASSING |= {errno.ENETDOWN, errno.ENETRESET, errno.ENETUNREACH}
 LOST_PROCESS = "gloo/transport"  # in an error of processes on CPUs of which one has ended
+# Errors of writing, which often name no file, and what to do about them.
+FULL = {
+    errno.ENOSPC: "the disk is full; free some space",
+    errno.EDQUOT: "the quota of the disk is used up; delete files or have it raised",
+    errno.EFBIG: "a file would be larger than the system allows (see ulimit -f); raise that limit",
+}
+UNNAMED = {errno.EIO, errno.ESTALE}  # the passing ones of reading and writing, which name no file either
 NETWORK = ("ConnectionError", "ConnectError", "ConnectTimeout", "ReadTimeout", "LocalEntryNotFoundError")
 
 
@@ -50,6 +59,25 @@ class PassingFault(UserError):
 def reason_of(error: BaseException) -> str:
     """The first line of an error's message without its full stop; the error's type if the message is empty."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(". ")
+
+
+def of_files(error: BaseException) -> UserError | None:
+    """The line for an error of a file or of its disk; None for any other error. A UserError is its own.
+
+    safetensors has a type of error for itself, which has the system's number in its text.
+    """
+    if isinstance(error, UserError):
+        return error
+    number, file = getattr(error, "errno", None), getattr(error, "filename", None)
+    if type(error).__name__ == "SafetensorError" and (match := re.search(r"\(os error (\d+)\)", str(error))):
+        number = int(match[1])
+    if number in FULL:
+        return UserError(f"{FULL[number]} and run the same command again. What was saved is kept")
+    if not isinstance(error, OSError) or (file is None and number not in UNNAMED):
+        return None
+    if number in PASSING:
+        return PassingFault(f"{file or 'a disk'}: {error.strerror}; run the same command again")
+    return UserError(f"{file}: {error.strerror}")
 
 
 def is_network(error: BaseException | None) -> bool:
@@ -189,6 +217,8 @@ def run(main: Callable[[Any], None], config_class: type, argv: list[str] | None 
     Bounds and files that cannot be used, 75 for `PassingFault` and files that the next try may be able to use, 130 for
     Ctrl-C, 143 for SIGTERM and 129 for a closed terminal. Signals end the command within seconds.
     """
+    if signal.getsignal(signal.SIGINT) is interrupted:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     command.end_with_launcher()
     signals.keep_output()
     for stream in (sys.stdout, sys.stderr):
@@ -199,20 +229,12 @@ def run(main: Callable[[Any], None], config_class: type, argv: list[str] | None 
             config = parse(config_class, argv)
             check_bounds(config)
             main(config)
-    except UserError as error:
-        command.fail(str(error), error.code)
     except BrokenPipeError:  # the reader has ended: keep the interpreter from flushing the rest
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         command.end(141)
-    except OSError as error:
-        if error.errno == errno.ENOSPC:
-            command.fail("the disk is full; free some space and run the same command again")
-        if error.filename is None:  # not about a path of the user's
-            raise
-        passing = error.errno in PASSING
-        again, code = ("; run the same command again", PassingFault.code) if passing else ("", command.MISTAKE)
-        command.fail(f"{error.filename}: {error.strerror}{again}", code)
-    except RuntimeError as error:
+    except Exception as error:
+        if line := of_files(error):
+            command.fail(str(line), line.code)
         if command.is_distributed() and LOST_PROCESS in str(error):
             time.sleep(3)  # a torchrun that lost that process itself ends this one, and says so
             command.fail("the connection to another process was lost; run the same command again", PassingFault.code)

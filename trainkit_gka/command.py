@@ -42,7 +42,7 @@ def write_note(message: str, code: int) -> bool:
     Returns whether it did.
     """
     if note := os.environ.get(LAST_ERROR):
-        with open(f"{note}.{os.getpid()}", "w") as file:
+        with open(f"{note}.{os.getpid()}", "w", encoding="utf-8") as file:
             json.dump({"message": message, "code": code}, file)
         os.replace(file.name, note)
     return bool(note)

@@ -3,8 +3,10 @@
 import contextlib
 import ctypes
 import datetime
+import math
 import os
 import random
+import select
 import signal
 import sys
 import time
@@ -18,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from trainkit_gka import signals
-from trainkit_gka.cli import PassingFault, UserError
+from trainkit_gka.cli import PassingFault, UserError, of_files
 from trainkit_gka.command import STORE_SWITCH
 from trainkit_gka.workers import cores
 
@@ -68,24 +70,38 @@ class Runtime:
                 dist.broadcast(tensor.detach(), src=0)
 
     def agree(self, prepare: Callable[[], T]) -> T:
-        """Run `prepare` on every rank, and end every rank if it raises UserError on any.
+        """Run `prepare` on every rank, and end every rank if it raises UserError or an error of a file on any.
 
-        The failed rank raises its error, the other ranks exit with its code and print nothing. Without this they would
+        The failed rank raises UserError, the other ranks exit with its code and print nothing. Without this they would
         wait in their next collective for the failed one.
         """
         result = error = None
         try:
             result = prepare()
-        except UserError as caught:
-            error = caught
+        except Exception as caught:
+            error = of_files(caught)
+            if error is None:
+                raise
         # A mistake comes before a passing fault: trying again does not correct it.
         codes = [kind.code for kind in (UserError, PassingFault) if self.any(getattr(error, "code", 0) == kind.code)]
         if error is not None:
-            raise error
+            raise error from None
         if codes:
             time.sleep(6)  # torchrun ends all ranks after the first; the failed one must print its error first
             sys.exit(codes[0])
         return result
+
+    def once_here(self, compute: Callable[[], T]) -> T:
+        """The result of `compute`, which the first process of each machine runs for all of that machine.
+
+        A collective that pickles the results. Raises as `agree`.
+        """
+        if self.world_size == 1:
+            return self.agree(compute)
+        result = self.agree(lambda: compute() if self.is_first_here else None)
+        results: list = [None] * self.world_size
+        dist.all_gather_object(results, result)
+        return results[self.rank - int(os.environ.get("LOCAL_RANK", "0"))]
 
     def check_same(self, describe: Callable[[], dict[str, str]]) -> None:
         """Raises UserError on every rank unless `describe()` is the same on all: machines may have different files."""
@@ -148,15 +164,63 @@ class Stop:
     """
 
     SAME_SIGNAL_WITHIN = 3.0  # seconds
+    LIMIT = 10.0  # seconds after a signal that a block of `limited` may take
+    POLL = 1.0  # seconds between looks for a signal to another process
+    KEY = "gka/signal"  # of the process group's store: the number of a signal to any process
 
     def __init__(self):
         self._requested_at: float | None = None
+        self._number: int | None = None  # of a signal to any process, and when it was noticed
+        self._noticed = math.inf
+        self._began, self._limit = math.inf, self.LIMIT  # of the block that runs
         for number in (*signals.ending(), signal.SIGINT):
             signal.signal(number, self._request)
 
     @property
     def requested(self) -> bool:
         return self._requested_at is not None
+
+    @contextmanager
+    def limited(self, usual: float = 0.0) -> Iterator[None]:
+        """A block, such as a step, that `watched` ends if a signal comes to any process and it is not done in time.
+
+        The time is LIMIT seconds, twice as long as it takes usually if that is more.
+        """
+        self._began, self._limit = time.monotonic(), max(self.LIMIT, 2 * usual)
+        try:
+            yield
+        except RuntimeError:  # of a collective: another process was ended first
+            if self._number is not None:
+                time.sleep(2 * self._limit)
+            raise
+        finally:
+            self._began = math.inf
+
+    @contextmanager
+    def watched(self, runtime: Runtime, end: Callable[[int], None]) -> Iterator[None]:
+        """Within the block a thread calls `end`, with the signal's number, for a `limited` block that takes too long.
+
+        `end` does not return. It is called on every process, at about the same time.
+        """
+        store = dist.distributed_c10d._get_default_store().clone() if runtime.world_size > 1 else None
+        with signals.watched(lambda numbers: self._watch(numbers, store, end)):
+            yield
+
+    def _watch(self, numbers: int, store: dist.Store | None, end: Callable[[int], None]) -> None:
+        while True:
+            if select.select([numbers], [], [], self.POLL)[0]:
+                number = os.read(numbers, 1)
+                if not number:
+                    break
+                if self._number is None and signal.getsignal(number[0]) == self._request:
+                    self._number, self._noticed = number[0], time.monotonic()
+                    if store is not None:
+                        store.set(self.KEY, str(number[0]))
+            elif self._number is None and store is not None and store.check([self.KEY]):
+                self._number, self._noticed = int(store.get(self.KEY)), time.monotonic()
+            if self._number and time.monotonic() - max(self._noticed, self._began) > self._limit:
+                end(self._number)
+        os.close(numbers)
 
     def _request(self, number, frame):
         now = time.monotonic()

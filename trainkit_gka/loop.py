@@ -6,13 +6,15 @@ logged ones are not. A run that was killed at any moment continues from its newe
 """
 
 import contextlib
+import math
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from trainkit_gka import signals
-from trainkit_gka.checkpoint import Checkpoint, load_newest
+from trainkit_gka.checkpoint import Checkpoint, checkpoint_path, load, load_newest, newest_step
 from trainkit_gka.command import command_line, is_under_torchrun, write_note
 from trainkit_gka.distributed import Interrupted, Runtime, Stop, running
 from trainkit_gka.files import check_writable, locked
@@ -34,7 +36,8 @@ def launch(config: RunConfig, make_trainer: Callable[[Any, Runtime, Checkpoint |
     signals.outlive_readers()
     with running(config.device_type, config.seed) as runtime, contextlib.ExitStack() as cleanup:
         if config.dry_run:
-            trainer = runtime.agree(lambda: make_trainer(config, runtime, resume(config, runtime)))
+            path = find_newest(config, runtime)
+            trainer = runtime.agree(lambda: make_trainer(config, runtime, resume(config, path)))
             cleanup.callback(trainer.close)
             Profiler(trainer)  # checks --profile
             check_charts(config)
@@ -42,15 +45,19 @@ def launch(config: RunConfig, make_trainer: Callable[[Any, Runtime, Checkpoint |
             show_plan(trainer, runtime.agree(lambda: trainer.check() if runtime.is_main else {}))
             return
 
-        def prepare() -> tuple[Trainer, RunLog, Profiler]:
+        def hold() -> None:
             if runtime.is_main:
                 cleanup.enter_context(locked(config.folder, "training in"))
                 check_appendable(config.results)
-            trainer = make_trainer(config, runtime, resume(config, runtime))
+
+        def prepare() -> tuple[Trainer, RunLog, Profiler]:
+            trainer = make_trainer(config, runtime, resume(config, path))
             log = RunLog(config, trainer.state["step"], runtime.is_main)
             cleanup.callback(log.close)
             return trainer, log, Profiler(trainer)
 
+        runtime.agree(hold)
+        path = find_newest(config, runtime)
         trainer, log, profiler = runtime.agree(prepare)
         cleanup.callback(trainer.close)
         steps_done = f"a run that has done this many {trainer.STEP}s"  # the paths may differ between machines
@@ -62,17 +69,31 @@ def launch(config: RunConfig, make_trainer: Callable[[Any, Runtime, Checkpoint |
         trainer.prepare()
         announce(trainer, log)
         cleanup.callback(profiler.close)
-        if not train(trainer, log, profiler, Stop()):
+        stop = Stop()
+        with stop.watched(runtime, lambda number: end_late(trainer, number)):
+            is_done = train(trainer, log, profiler, stop)
+        runtime.agree(log.check)
+        if is_done:
+            runtime.agree(lambda: finish(trainer, log) if runtime.is_main else None)
+        else:
             code = print_stopped(trainer)
-        elif runtime.is_main:
-            finish(trainer, log)
     if code:
         sys.exit(code)
 
 
-def resume(config: RunConfig, runtime: Runtime) -> Checkpoint | None:
-    """The newest intact checkpoint of the run, if there is one. Raises UserError if its settings are not `config`'s."""
-    checkpoint = load_newest(config.folder / "checkpoints", lambda message: runtime.print(f"warning: {message}"))
+def find_newest(config: RunConfig, runtime: Runtime) -> Path | None:
+    """The newest intact checkpoint of the run, if there is one. One process of each machine reads the files."""
+
+    def find() -> Path | None:
+        newest = load_newest(config.folder / "checkpoints", lambda message: runtime.print(f"warning: {message}"))
+        return newest and newest.path
+
+    return runtime.once_here(find)
+
+
+def resume(config: RunConfig, path: Path | None) -> Checkpoint | None:
+    """The checkpoint at `path`, which is intact. Raises UserError if the run's settings are not `config`'s."""
+    checkpoint = load(path, verify=False) if path else None
     if checkpoint is not None:
         config.check_continues(checkpoint.state["train_config"])
     return checkpoint
@@ -96,18 +117,22 @@ def train(trainer: Trainer, log: RunLog, profiler: Profiler, stop: Stop) -> bool
             for evaluation in trainer.evaluations_due():
                 done = log.enabled and log.has(evaluation.event, trainer.state["step"], *evaluation.keys)
                 if trainer.runtime.any(log.enabled and not done):
-                    evaluation.run(log, stop, bar)
+                    with stop.limited():
+                        evaluation.run(log, stop, bar)
         except Interrupted:
             return False
         return True
 
     with progress_bar() as bar:
         task = bar.add_task(config.tag, total=steps, completed=trainer.state["step"], status="")
+        usual = math.inf  # seconds of the fastest step so far
         if not evaluate():
             return False
         while trainer.state["step"] < steps:
-            with profiler.step(trainer.state["step"] + 1):
-                numbers, stopping = trainer.step(stop.requested)
+            began = time.monotonic()
+            with profiler.step(trainer.state["step"] + 1), stop.limited(usual if usual < math.inf else 0.0):
+                numbers, stopping = trainer.step(stop.requested or log.error is not None)
+            usual = min(usual, time.monotonic() - began)
             step = trainer.state["step"]
             stopping = (stopping or step == config.stop_after) and step < steps
             bar.update(task, completed=step, status=trainer.status(numbers))
@@ -132,6 +157,23 @@ def print_stopped(trainer: Trainer) -> int:
     if runtime.is_first_here:
         write_note("", code)
     return 0 if is_under_torchrun() else code
+
+
+def end_late(trainer: Trainer, number: int) -> None:
+    """End this process without saving, in a step or an evaluation that goes on too long after a signal."""
+    runtime, step, saved = trainer.runtime, trainer.state["step"], newest_step(trainer.folder / "checkpoints")
+    code = trainer.config.stopped_code or 128 + number
+    with contextlib.suppress(OSError):
+        if runtime.is_first_here:
+            write_note("", code)
+        if runtime.is_main:
+            newest = checkpoint_path(trainer.folder / "checkpoints", saved) if saved else "none was saved yet"
+            problem = (
+                f"{signals.Stopped(number)} at {trainer.STEP} {step} of {trainer.steps}, which did not end in time"
+            )
+            lost = f"newest checkpoint: {newest}; {trainer.STEP}s lost: {step - saved}"
+            print(f"{problem}; {lost}; continue with: {command_line()}", file=sys.stderr, flush=True)
+    signals.end_with_children(code)
 
 
 def warn(trainer: Trainer, log: RunLog) -> None:

@@ -15,7 +15,7 @@ from rich.console import Console
 
 from trainkit_gka import extras
 from trainkit_gka.cli import UserError, reason_of
-from trainkit_gka.files import atomic
+from trainkit_gka.files import atomic, parse_json
 from trainkit_gka.run_config import RunConfig
 
 LOG = "log.jsonl"  # in a run's folder
@@ -43,6 +43,7 @@ class RunLog:
 
     def __init__(self, config: RunConfig, resume_step: int = 0, enabled: bool = True):
         self.enabled = enabled
+        self.error: OSError | None = None  # of writing a line; the loop stops for it
         self.wandb = None
         self.tensorboard = None
         self.path = config.folder / LOG
@@ -52,8 +53,8 @@ class RunLog:
         # A checkpoint is written after its step's lines; at step 0 everything runs again.
         lines = [line for line in read_events(self.path) if resume_step and line["step"] <= resume_step]
         with atomic(self.path) as temporary:
-            temporary.write_text("".join(json.dumps(line) + "\n" for line in lines))
-        self.file = open(self.path, "a", buffering=1)  # noqa: SIM115 (lives as long as the run)
+            temporary.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+        self.file = open(self.path, "a", buffering=1, encoding="utf-8")  # noqa: SIM115 (lives as long as the run)
         if config.wandb != "disabled":
             self.wandb = _start_wandb(config)
         if config.tensorboard:
@@ -67,7 +68,10 @@ class RunLog:
         if not self.enabled:
             return
         record = {"event": event, "step": step, "time": round(time.time(), 3), **finite(values)}
-        self.file.write(json.dumps(record) + "\n")
+        try:
+            self.file.write(json.dumps(record) + "\n")
+        except OSError as error:
+            self.error = self.error or error
         if chart and (self.wandb or self.tensorboard):
             numbers = {f"{event}/{name}": value for name, value in _scalars(values)}
             if self.wandb:
@@ -87,11 +91,17 @@ class RunLog:
         """Whether `records` has one of this step."""
         return any(record["step"] == step for record in self.records(event, *keys))
 
+    def check(self) -> None:
+        """Raises OSError if a line could not be written."""
+        if self.error is not None:
+            raise self.error
+
     def close(self) -> None:
         """Flush and close everything. May be called twice."""
         if not self.enabled:
             return
-        self.file.close()
+        with contextlib.suppress(OSError):  # of lines for which there is no room: `error` has been noticed
+            self.file.close()
         if self.wandb:
             self.wandb.finish()
         if self.tensorboard:
@@ -128,10 +138,10 @@ def _scalars(values: dict[str, Any]):
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
     """The records of a JSON-lines file. Other lines, such as a last one cut short by a kill, are skipped."""
-    records = []
-    for line in Path(path).read_text(errors="replace").splitlines() if Path(path).exists() else []:
-        with contextlib.suppress(ValueError, RecursionError):
-            records.append(json.loads(line))
+    records, path = [], Path(path)
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []:
+        with contextlib.suppress(ValueError):
+            records.append(parse_json(line))
     return [record for record in records if isinstance(record, dict)]
 
 
@@ -193,12 +203,14 @@ def _start_wandb(config: RunConfig):
                 "--wandb online needs the key of an account: set WANDB_API_KEY, or run wandb login once; "
                 "--wandb offline needs none"
             )
-        run_id = variables.get("WANDB_RUN_ID") or (file.read_text().strip() if file.exists() else secrets.token_hex(4))
+        run_id = variables.get("WANDB_RUN_ID") or (
+            file.read_text(encoding="utf-8").strip() if file.exists() else secrets.token_hex(4)
+        )
         place = {"project": variables.get("WANDB_PROJECT", "gka"), "name": config.tag, "dir": str(config.folder)}
         resume = variables.get("WANDB_RESUME", "allow")
         run = wandb.init(**place, mode=mode, config=config.identity(), id=run_id, resume=resume)
         with atomic(file) as temporary:
-            temporary.write_text(f"{run_id}\n")
+            temporary.write_text(f"{run_id}\n", encoding="utf-8")
         return run
     except wandb.errors.Error as error:
         advice = "--wandb offline needs no account (wandb sync sends it later)"

@@ -39,7 +39,7 @@ def describe_hardware(device: torch.device) -> str:
     """
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    model = processor_name(CPUINFO.read_text() if CPUINFO.exists() else "")
+    model = processor_name(CPUINFO.read_text(encoding="utf-8", errors="replace") if CPUINFO.exists() else "")
     if limit := os.environ.get("ATEN_CPU_CAPABILITY"):
         model += f" held to {limit.upper()}"
     threads = torch.get_num_threads()
@@ -68,10 +68,14 @@ def peak_memory(device: torch.device) -> float:
 def git_commit() -> str:
     """The short commit of the code, with + if code was changed; outside a checkout the version of the package.
 
+    "unknown" where there is neither, as in a copy of the files that is not installed.
     Cached at the first call: the checkout may have another commit at the end of a long run.
     """
     if not (PROJECT / ".git").exists():  # installed: a repository around it is another project's
-        return f"gka {importlib.metadata.version('gka')}, installed"
+        try:
+            return f"gka {importlib.metadata.version('gka')}, installed"
+        except importlib.metadata.PackageNotFoundError:
+            return "unknown"
     git = ["git", "-C", str(PROJECT)]
     options = {"text": True, "stderr": subprocess.DEVNULL}
     try:
@@ -90,7 +94,7 @@ def date_of(seconds: float | None = None) -> str:
 def check_appendable(path: Path) -> None:
     """Raises OSError if `path` cannot be appended to; for a check before a long run."""
     Path(path).parent.mkdir(parents=True, exist_ok=True)
-    open(path, "a").close()
+    open(path, "ab").close()
 
 
 def read_results(path: Path, *keys: str) -> list[dict[str, Any]]:

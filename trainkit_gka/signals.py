@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
+from multiprocessing import resource_tracker
 from types import FrameType
 
 ENDING = (signal.SIGTERM, signal.SIGHUP)
@@ -81,35 +82,57 @@ def at_once() -> Iterator[None]:
         yield
         return
     received: list[int] = []
-    reader, writer = os.pipe()
-    os.set_blocking(writer, False)
 
     def stop(number: int, frame: FrameType | None) -> None:
         if not received:
             received.append(number)
             raise Stopped(number)
 
-    def watch() -> None:
-        while number := os.read(reader, 1):  # written at the signal itself, before Python runs its handler
+    def watch(numbers: int) -> None:
+        while number := os.read(numbers, 1):
             if signal.getsignal(number[0]) is stop:
                 time.sleep(GRACE)
                 if signal.getsignal(number[0]) is stop:
                     say(Stopped(number[0]))
-                    os._exit(128 + number[0])
-        os.close(reader)
+                    end_with_children(128 + number[0])
+        os.close(numbers)
 
-    wakeup = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
-    threading.Thread(target=watch, daemon=True).start()
     try:
-        with handled(stop):
+        with watched(watch), handled(stop):
             yield
     except Exception as error:
         if not received:
             raise
         raise Stopped(received[0]) from error
+
+
+@contextlib.contextmanager
+def watched(watch: Callable[[int], None]) -> Iterator[None]:
+    """Within the block `watch` runs in a thread. It gets a file descriptor to read the numbers of signals from, a byte
+    each, which it closes when there is nothing more to read.
+
+    A number is there at the signal itself, also while the main thread is in a library's call and runs no handler.
+    """
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    before = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+    threading.Thread(target=watch, args=(reader,), daemon=True).start()
+    try:
+        yield
     finally:
-        signal.set_wakeup_fd(wakeup)
+        signal.set_wakeup_fd(before)
         os.close(writer)
+
+
+def end_with_children(code: int) -> None:
+    """End this process at once, whatever it does, and those that it has started, such as compilers."""
+    with contextlib.suppress(Exception):  # nothing may keep it from ending
+        import psutil
+
+        for child in psutil.Process().children(recursive=True):
+            if child.pid != resource_tracker._resource_tracker._pid:  # which cleans up when this process has ended
+                child.kill()
+    os._exit(code)
 
 
 def say(stopped: Stopped) -> None:

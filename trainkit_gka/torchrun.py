@@ -90,7 +90,7 @@ def _read(note: Path) -> tuple[str, int | None]:
     """The message and the exit code that a process wrote into `note` at its end; no code if none did."""
     if not note.exists():
         return "", None
-    end = json.loads(note.read_text())
+    end = json.loads(note.read_text(encoding="utf-8"))
     return end["message"], end["code"]
 
 

@@ -151,17 +151,20 @@ class Trainer(ABC):
         """Write a checkpoint into `folder` of the run, without the tensors in `leave_out`.
 
         again: overwrite an intact checkpoint of this step. Raises UserError, and writes nothing, if the weights are not
-        finite.
+        finite or the disk takes no more, on every process.
         """
         if not self.is_finite():
             raise self.diverged("the weights are not finite", consequence="they were not saved")
         contents = self.contents()
         tensors = {name: group for name, group in contents.tensors.items() if name not in leave_out}
-        if self.runtime.is_main:
-            state = {"train_config": self.config.identity(), "progress": self.state, **contents.about}
-            keep = keep or self.config.keep
-            checkpoint.save(self.folder / folder, self.state["step"], tensors, state, contents.files, keep, again)
-        self.runtime.barrier()
+        state = {"train_config": self.config.identity(), "progress": self.state, **contents.about}
+        place = self.folder / folder, self.state["step"]
+
+        def write() -> None:
+            if self.runtime.is_main:
+                checkpoint.save(*place, tensors, state, contents.files, keep or self.config.keep, again)
+
+        self.runtime.agree(write)  # which waits for it
 
     def is_finite(self) -> bool:
         """Whether every weight is finite."""

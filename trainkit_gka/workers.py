@@ -49,7 +49,7 @@ def main_memory(groups: Path = GROUPS, membership: Path = MEMBERSHIP) -> int:
 
 def _limits(controller: str, groups: Path, membership: Path) -> Iterator[list[int]]:
     """The numbers in the files of each control group around this process that has a limit."""
-    for line in membership.read_text().splitlines() if membership.exists() else []:
+    for line in membership.read_text(encoding="utf-8").splitlines() if membership.exists() else []:
         _, controllers, place = line.split(":", 2)
         if controllers and controller not in controllers.split(","):
             continue
@@ -57,7 +57,7 @@ def _limits(controller: str, groups: Path, membership: Path) -> Iterator[list[in
         for folder in (top / place.lstrip("/"), *(top / place.lstrip("/")).parents):
             for names in LIMITS[controller]:
                 if all((folder / name).exists() for name in names):
-                    words = " ".join((folder / name).read_text() for name in names).split()
+                    words = " ".join((folder / name).read_text(encoding="utf-8") for name in names).split()
                     if words[0] not in ("max", "-1"):
                         yield list(map(int, words))
             if folder == top:

@@ -25,6 +25,7 @@ from deit_gka.figures.maps import LayerMaps, Tokens, attention_maps
 from deit_gka.model import checkpoints
 from gka import KINDS
 from trainkit_gka import extras
+from trainkit_gka.checkpoint import run_folder
 from trainkit_gka.cli import PassingFault, UserError
 from trainkit_gka.figures.subjects import AttentionSubject
 from trainkit_gka.plots import BLUE
@@ -75,11 +76,10 @@ def of_run(path: Path, weights: str = "ema", best: bool = False, image_size: Seq
     without an average, or model. best: the checkpoint with the best accuracy instead of the newest. Raises UserError.
     """
     checkpoint = checkpoints.find_checkpoint(path, best)
-    folder = path.resolve()
     available = checkpoints.weights_in(checkpoint)
     state = checkpoint.state
     weights = weights if weights in available else available[0]
-    name = folder.parents[1].name if (folder / "manifest.json").exists() else folder.name
+    name = run_folder(path).name
     trained = f"{'EMA' if weights == 'ema' else 'raw'} weights after {state['epoch']:g} epochs"
     about = f"{name} ({state['model']['name']}), {trained} of {Path(state['trained_on']).name}"
     settings = checkpoints.eval_settings(checkpoints.about_images(state))

@@ -143,7 +143,7 @@ def find_checkpoint(path: Path, best: bool = False) -> Checkpoint:
 
 def weights_in(checkpoint: Checkpoint) -> list[str]:
     """The sets of weights that a checkpoint has, the average first."""
-    return [name for name in WEIGHTS if (checkpoint.path / f"{name}.safetensors").exists()]
+    return [name for name in WEIGHTS if name in checkpoint.files]
 
 
 def is_export(path: Path) -> bool:

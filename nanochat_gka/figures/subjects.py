@@ -14,8 +14,9 @@ from typing import Any
 from gka import KINDS
 from nanochat_gka.data.tokenizer import Tokenizer
 from nanochat_gka.figures.maps import LayerWeights, extract
-from nanochat_gka.model.checkpoints import load, run_folder
+from nanochat_gka.model.checkpoints import load
 from nanochat_gka.model.config import GPTConfig
+from trainkit_gka.checkpoint import run_folder
 from trainkit_gka.cli import UserError
 from trainkit_gka.figures.subjects import AttentionSubject
 from trainkit_gka.progress import read_events

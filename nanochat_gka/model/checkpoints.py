@@ -18,7 +18,7 @@ from nanochat_gka.model.accounting import parameter_counts
 from nanochat_gka.model.config import GPTConfig
 from nanochat_gka.model.gpt import GPT, build
 from trainkit_gka import checkpoint
-from trainkit_gka.checkpoint import Checkpoint
+from trainkit_gka.checkpoint import Checkpoint, run_folder
 from trainkit_gka.cli import UserError, reason_of
 from trainkit_gka.exports import CONFIG, WEIGHTS, export_folder
 from trainkit_gka.files import read_json, sha256, write_json
@@ -55,6 +55,16 @@ def load(path: Path | str, step: int = -1, device: torch.device | str = "cpu") -
     if (path / CONFIG).exists():
         return _load_exported(path, step, device)
     saved = find_checkpoint(path, step)
+    try:
+        return _load_saved(saved, device)
+    except (OSError, UserError):
+        if saved.path.exists():
+            raise
+        return load(path, step, device)  # a training has deleted it meanwhile, and saved another
+
+
+def _load_saved(saved: Checkpoint, device: torch.device | str) -> Loaded:
+    """The model in one of our checkpoints."""
     state, manifest = saved.state, read_json(saved.path / "manifest.json", "manifest")
     if WEIGHTS not in manifest or not {"model_config", "train_config", "data", "tokens", "steps"} <= state.keys():
         raise UserError(f"{saved.path} is not a checkpoint of a language model")
@@ -78,8 +88,8 @@ def find_checkpoint(path: Path, step: int = -1) -> Checkpoint:
             raise UserError(f"{path} holds step {saved.step}, not {step}")
         return saved
     folder = path / "checkpoints"
-    if step >= 0 and (folder / f"step_{step:08d}").is_dir():
-        return checkpoint.load(folder / f"step_{step:08d}")
+    if step >= 0 and checkpoint.checkpoint_path(folder, step).is_dir():
+        return checkpoint.load(checkpoint.checkpoint_path(folder, step))
     if step < 0 and (saved := checkpoint.load_newest(folder, warn=lambda message: print(message, file=sys.stderr))):
         return saved
     steps = sorted(int(entry.name[5:]) for entry in folder.glob("step_*") if entry.name[5:].isdigit())
@@ -93,12 +103,6 @@ def _tokenizer(folder: Path, model: GPT, name: str = FILE_NAME) -> Tokenizer:
         problem = f"{folder / name} has {tokenizer.vocab_size} tokens and the model beside it {expected}"
         raise UserError(f"{problem}: it belongs to another model; put back the run's tokenizer")
     return tokenizer
-
-
-def run_folder(path: Path) -> Path:
-    """The folder of the run that `path` belongs to: itself, or two levels up from a checkpoint."""
-    path = path.resolve()
-    return path.parent.parent if path.parent.name == "checkpoints" else path
 
 
 def _build(shape: dict[str, Any], weights: dict[str, torch.Tensor], device: torch.device | str, path: Path) -> GPT:

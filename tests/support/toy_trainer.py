@@ -1,11 +1,14 @@
 """The smallest trainer that the loop drives: its weights are a sum that depends on every step and on their order."""
 
+import resource
+import subprocess
 import time
 from dataclasses import dataclass
 
 import torch
 
 from trainkit_gka.cli import MayChange, run
+from trainkit_gka.distributed import Stop
 from trainkit_gka.loop import launch
 from trainkit_gka.run_config import RunConfig
 from trainkit_gka.trainer import Contents, Evaluation, Trainer
@@ -15,7 +18,8 @@ from trainkit_gka.trainer import Contents, Evaluation, Trainer
 class ToyConfig(RunConfig):
     """Add up `steps` numbers, times `rate`. A step, or one of the `judged` items of an evaluation, takes `seconds`.
 
-    A checkpoint holds `ballast` more numbers.
+    A checkpoint holds `ballast` more numbers. Step `slow` waits on rank 0 for a process that takes minutes, as for a
+    compiler; the loop waits for it until `limit` seconds after a signal. No file may have more than `most_bytes`.
     """
 
     steps: int = 12
@@ -23,6 +27,9 @@ class ToyConfig(RunConfig):
     seconds: MayChange[float] = 0.0
     judged: MayChange[int] = 0
     ballast: MayChange[int] = 0
+    slow: MayChange[int] = 0
+    limit: MayChange[float] = Stop.LIMIT
+    most_bytes: MayChange[int] = -1
 
 
 class ToyTrainer(Trainer):
@@ -31,6 +38,8 @@ class ToyTrainer(Trainer):
 
     def __init__(self, config, runtime, checkpoint=None):
         super().__init__(config, runtime)
+        Stop.LIMIT = config.limit
+        resource.setrlimit(resource.RLIMIT_FSIZE, (config.most_bytes, resource.RLIM_INFINITY))
         self.model, self.steps = torch.nn.Linear(2, 1, bias=False), config.steps
         self.evaluations = [Evaluation("eval", config.eval_every, self.evaluate, ("saved",), at_start=True)]
         if checkpoint is not None:
@@ -42,6 +51,8 @@ class ToyTrainer(Trainer):
 
     def step(self, asked_to_stop):
         time.sleep(self.config.seconds)
+        if self.config.slow == self.state["step"] + 1 and self.runtime.is_main:
+            subprocess.run(["sleep", "300"])
         self.state["step"] += 1
         with torch.no_grad():
             self.model.weight.mul_(1 + self.config.rate / self.state["step"]).add_(self.state["step"])

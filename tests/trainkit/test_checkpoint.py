@@ -32,6 +32,18 @@ def flip_a_bit(path):
     change(path / "model.safetensors", lambda content: content[:-1] + bytes([content[-1] ^ 1]))
 
 
+def edit_manifest(path, name, digest):
+    """Give a file another checksum in the manifest; None drops it."""
+    manifest = {**json.loads((path / "manifest.json").read_text()), name: digest}
+    (path / "manifest.json").write_text(json.dumps({key: one for key, one in manifest.items() if one is not None}))
+
+
+def replaced(path):
+    """Where the checkpoint `path` was."""
+    shutil.rmtree(path)
+    return path
+
+
 def newest(folder):
     return checkpoint.load_newest(folder, warn=pytest.fail)
 
@@ -72,6 +84,13 @@ DAMAGE = {  # of a checkpoint's folder, and the file that is named
     "missing state": (lambda path: (path / "state.json").unlink(), "state.json"),
     "torn manifest": (lambda path: change(path / "manifest.json", lambda text: text[:-20]), "manifest"),
     "list for a manifest": (lambda path: change(path / "manifest.json", lambda _: b"[]"), "manifest"),
+    "tensors that are not listed": (lambda path: edit_manifest(path, "model.safetensors", None), "model.safetensors"),
+    "state that is not listed": (lambda path: edit_manifest(path, "state.json", None), "state.json"),
+    "number for a checksum": (lambda path: edit_manifest(path, "model.safetensors", 5), "model.safetensors"),
+    "no file name": (lambda path: edit_manifest(path, "a\0/", "5"), "a"),
+    "a file in its place": (lambda path: replaced(path).write_text(""), "manifest"),
+    "dangling link": (lambda path: replaced(path).symlink_to("gone/deep"), "manifest"),
+    "link to itself": (lambda path: replaced(path).symlink_to(path.name), "manifest"),
     "empty folder": (lambda path: [file.unlink() for file in path.iterdir()], "manifest"),
 }
 
@@ -93,6 +112,39 @@ def test_damaged_checkpoint_is_skipped_with_a_warning(tmp_path, damage, named):
     damage(paths[1])
     with pytest.raises(UserError, match=r"every checkpoint in .* is damaged"):
         checkpoint.load_newest(tmp_path, warnings.append)
+
+
+def test_a_checkpoint_that_is_deleted_while_it_is_read(tmp_path, monkeypatch):
+    """After it was opened it can be read to its end; before, the newest one takes its place."""
+    save(tmp_path, 1)
+    opened = newest(tmp_path)
+    save(tmp_path, 2, keep=1)
+    assert torch.equal(opened.tensors("model")["bf16"], TENSORS["model"]["bf16"]) and steps(tmp_path) == [2]
+    with pytest.raises(UserError, match=r"has no ema\.safetensors"):
+        opened.tensors("ema")
+    for name in ("sha256", "read_json"):
+        function, at = getattr(checkpoint, name), newest(tmp_path).step
+
+        def delete(path, *more, function=function, at=at):
+            monkeypatch.undo()
+            save(tmp_path, at + 1, keep=1)
+            return function(path, *more)
+
+        monkeypatch.setattr(checkpoint, name, delete)
+        assert newest(tmp_path).step == at + 1
+
+
+def test_the_run_of_a_checkpoint_has_its_folders_name(tmp_path):
+    """Also where its folder of checkpoints is a link, or the run or the checkpoint is named by one."""
+    path = save(tmp_path / "scratch/of-d4", 8)
+    (tmp_path / "runs/d4").mkdir(parents=True)
+    (tmp_path / "runs/d4/checkpoints").symlink_to(path.parent)
+    (tmp_path / "latest").symlink_to("runs/d4")
+    inner = checkpoint.checkpoint_path(save(tmp_path / "runs/d6/checkpoints", 8).parent, 8)
+    (tmp_path / "chosen").symlink_to(inner)
+    for place in ("runs/d4", "runs/d4/checkpoints/step_00000008", "latest", "latest/checkpoints/step_00000008"):
+        assert checkpoint.run_folder(tmp_path / place).name == "d4"
+    assert checkpoint.run_folder(tmp_path / "chosen").name == "d6"
 
 
 def test_flipped_bit_in_a_manifest(tmp_path):

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 import pytest
+from safetensors import SafetensorError
 
 import processes
 from sources import ENTRY_POINT, ROOT, flags_of, tracked
@@ -36,6 +37,10 @@ class Command:
         (OSError(errno.ENOSPC, "full"), 2, "error: the disk is full"),
         (OSError(errno.ENOENT, "gone", "/data/rows.bin"), 2, "error: /data/rows.bin: gone"),
         (OSError(errno.ESTALE, "stale", "/data/rows.bin"), 75, "error: /data/rows.bin: stale"),
+        (OSError(errno.EIO, "it does not answer"), 75, "error: a disk: it does not answer"),
+        (OSError(errno.EDQUOT, "full"), 2, "error: the quota of the disk is used up"),
+        (OSError(errno.EFBIG, "full"), 2, "error: a file would be larger than the system allows (see ulimit -f)"),
+        (SafetensorError("I/O error: full (os error 122)"), 2, "error: the quota of the disk is used up"),
         (type("OutOfMemoryError", (RuntimeError,), {})(), 2, "error: out of GPU memory; lower --batch-size (now 64): "),
     ],
     ids=lambda value: type(value).__name__,

@@ -3,16 +3,18 @@
 import json
 import os
 import random
+import re
 import signal
 import sys
 import time
 from dataclasses import replace
 
+import psutil
 import pytest
 
 import processes
 import tiny
-from processes import signals_kept
+from processes import descendants, signals_kept, still_there
 from toy_trainer import ToyConfig, ToyTrainer
 from trainkit_gka import checkpoint, loop
 from trainkit_gka.cli import flag_of
@@ -53,6 +55,12 @@ def events(config, event):
 
 def weights(config):
     return checkpoint.load_newest(config.folder / "checkpoints", warn=pytest.fail).tensors("model")["weight"].tolist()
+
+
+def children(process):
+    """The processes that those of a command have started, by name."""
+    pids = [pid for rank in process.processes for pid in descendants(rank.pid)]
+    return {psutil.Process(pid).name(): pid for pid in pids if psutil.pid_exists(pid)}
 
 
 def as_flags(config):
@@ -137,6 +145,40 @@ def test_a_signal_to_one_of_two_ranks_ends_their_evaluation(config, uninterrupte
     assert events(config, "eval") == [0, 4, 8, 12] and weights(config) == uninterrupted
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_step_that_goes_on_after_a_signal_ends_all_processes(config, uninterrupted, ranks, tmp_path):
+    """And those that they have started, as for compiling. The signal is to a rank that waits for the other's step."""
+    flags, place = as_flags(config), dict(ranks=ranks, folder=tmp_path / "output")
+    process = processes.start("toy_trainer", *flags, "--slow", 8, "--limit", 1.5, **place)
+    while process.alive() and "sleep" not in (names := children(process)):
+        time.sleep(0.01)
+    os.kill(process.processes[-1].pid, signal.SIGTERM)
+    done = process.wait(60)
+    assert done.returncode == 128 + signal.SIGTERM and not still_there(names.values(), 5), done
+    assert re.fullmatch(r"stopped by SIGTERM at round 7 of .*step_00000006; rounds lost: 1; .*\n", done.stderr), done
+    processes.call("toy_trainer", *flags, **place)
+    assert weights(config) == uninterrupted and events(config, "train") == list(range(1, STEPS + 1))
+
+
+FULL = [  # the limit of a file's size, the last checkpoint, and what is too large: its tensors, or the log
+    (4000, 6, ["--ballast", 2000]),
+    (1000, 7, ["--save-every", -1, "--eval-every", -1]),
+]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("most, last, more", FULL)
+def test_a_full_disk_is_one_line_and_keeps_what_was_saved(config, uninterrupted, ranks, most, last, more, tmp_path):
+    flags, place = as_flags(config), dict(ranks=ranks, folder=tmp_path / "output")
+    processes.call("toy_trainer", *flags, "--stop-after", 6, **place)
+    done = processes.call("toy_trainer", *flags, *more, "--most-bytes", most, check=False, **place)
+    tiny.assert_one_line_error(done, "ulimit -f")
+    assert checkpoint.load_newest(config.folder / "checkpoints", warn=pytest.fail).step == last
+    assert not list(config.folder.glob("checkpoints/.tmp*"))
+    processes.call("toy_trainer", *flags, **place)
+    assert weights(config) == uninterrupted and len(read_results(config.results)) == 1
+
+
 @pytest.mark.parametrize("lost", [["finish"], ["eval", "finish"], ["finish", "total"], ["finish", "results"]])
 def test_a_kill_before_the_finish_record_loses_nothing_and_records_the_run_once(config, lost):
     """An earlier run of the same settings has another line. A finish record of another version may lack a number."""
@@ -171,7 +213,7 @@ def test_what_cannot_run_is_refused_before_training(config, monkeypatch):
         launch(config)
     config.results.unlink()
     config.results.mkdir()
-    with pytest.raises(IsADirectoryError):
+    with tiny.one_line_error("results.jsonl: Is a directory"):
         launch(config)
     assert not events(config, "train")
 

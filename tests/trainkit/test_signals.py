@@ -128,6 +128,29 @@ def test_two_processes_end_in_time(to, tmp_path):
     assert not still_there(workers)
 
 
+SLOW = """
+import time
+print("importing", flush=True)
+try:
+    time.sleep(60)
+except BaseException as error:
+    raise ImportError("it is broken") from error
+"""
+
+
+@pytest.mark.parametrize(
+    "module", ["nanochat_gka.train", "deit_gka.train", "trainkit_gka.torchrun", "runs.tables", "runs.bench.gpt"]
+)
+def test_ctrl_c_while_modules_are_imported_is_one_word(module, tmp_path):
+    """Of a library that takes it for an error of its own."""
+    for name in ("torch", "timm", "pandas"):
+        (tmp_path / f"{name}.py").write_text(SLOW)
+    process = start([*PYTHON, "-m", module], env={"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"})
+    assert process.stdout.readline() == "importing\n", process.communicate()
+    process.send_signal(signal.SIGINT)
+    assert process.communicate(timeout=60) == ("", "interrupted\n") and process.returncode == 130
+
+
 TOY = "-m toy_trainer --model-tag run --device-type cpu --save-every -1 --eval-every -1 --log-every 1 --steps 2000"
 
 
