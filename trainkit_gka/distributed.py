@@ -214,10 +214,12 @@ class Stop:
                     break
                 if self._number is None and signal.getsignal(number[0]) == self._request:
                     self._number, self._noticed = number[0], time.monotonic()
-                    if store is not None:
+                    with contextlib.suppress(RuntimeError, AttributeError):  # without a store, or where it is gone
                         store.set(self.KEY, str(number[0]))
-            elif self._number is None and store is not None and store.check([self.KEY]):
-                self._number, self._noticed = int(store.get(self.KEY)), time.monotonic()
+            elif self._number is None and self._began < math.inf:
+                with contextlib.suppress(RuntimeError, AttributeError):
+                    if store.check([self.KEY]):
+                        self._number, self._noticed = int(store.get(self.KEY)), time.monotonic()
             if self._number and time.monotonic() - max(self._noticed, self._began) > self._limit:
                 end(self._number)
         os.close(numbers)
