@@ -49,13 +49,14 @@ SHARDS     ?= 170
 VOCAB      ?= 32768
 SEQ        ?= 2048
 DEPTH      ?= 20
-NGPU       ?= $(eval NGPU := $(shell $(PYTHON) -m trainkit_gka.gpus))$(NGPU)
+NGPU       ?= $(eval NGPU := $(shell PYTHONSAFEPATH= $(PYTHON) -m trainkit_gka.gpus))$(NGPU)
 NNODES     ?= 1
 RESTARTS   ?= 0
 PROMPT     ?= The
 WANDB_MODE ?= disabled
 PYTHON     ?= python3
 export PROMPT $(CHOSEN)
+export PYTHONSAFEPATH :=
 
 # ARGS are for the targets that are named, not for the steps that these need.
 FLAGS     = $(if $(filter $@,$(GOALS)),$(ARGS))

@@ -73,7 +73,9 @@ class Upstream:
 
     def files(self) -> dict[str, str]:
         """The files that the patches change, with the git id of each file before its first patch."""
-        return dict(reversed([header for patch in self.patches for header in HEADER.findall(patch.read_text())]))
+        return dict(
+            reversed([header for patch in self.patches for header in HEADER.findall(patch.read_text(encoding="utf-8"))])
+        )
 
 
 def read_upstream() -> dict[str, Upstream]:

@@ -76,14 +76,14 @@ class Job:
 
     def printed(self) -> list[str]:
         """The lines that the newest start printed."""
-        output = (self.folder / OUTPUT).read_text(errors="replace")
+        output = (self.folder / OUTPUT).read_text(encoding="utf-8", errors="replace")
         return output[self.previous_output :].strip().splitlines()
 
     def start(self, threads: int) -> None:
         """Start the command with this many threads; what it prints goes to OUTPUT in its folder."""
         self.folder.mkdir(parents=True, exist_ok=True)
         environment = {**os.environ, **self.environment, "OMP_NUM_THREADS": str(threads)}
-        with open(self.folder / OUTPUT, "a+", errors="replace") as output:
+        with open(self.folder / OUTPUT, "a+", encoding="utf-8", errors="replace") as output:
             output.seek(0)
             self.previous_output = len(output.read())
             streams = {"stdout": output, "stderr": subprocess.STDOUT}

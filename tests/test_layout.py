@@ -4,6 +4,7 @@ runs -> nanochat_gka | deit_gka -> trainkit_gka, gka; gka and trainkit_gka do no
 never meet.
 """
 
+import ast
 import re
 import subprocess
 import sys
@@ -78,6 +79,17 @@ def test_rooms_import_one_way(package):
         room, *rooms = (".".join(one.split(".")[:2]) for one in (name, *NEEDED_BY[name]))
         graph.setdefault(room, set()).update(one for one in rooms if one != room and one.startswith(f"{package}."))
     assert_one_way(graph)
+
+
+def test_text_is_read_and_written_as_utf8_in_any_locale():
+    """Every call that opens a file of text names the encoding, or passes options on."""
+    for path in (path for path in tracked(".py") if path.parts[0] != "tests"):
+        for call in [node for node in ast.walk(ast.parse((ROOT / path).read_text())) if isinstance(node, ast.Call)]:
+            name = ast.unparse(call.func)
+            strings = [one.value for one in ast.walk(call) if isinstance(one, ast.Constant) and type(one.value) is str]
+            is_text = name in ("open", "os.fdopen") and not any("b" in mode for mode in strings[-2:])
+            if is_text or name.endswith((".read_text", ".write_text", "TextIOWrapper")):
+                assert {"encoding", None} & {one.arg for one in call.keywords}, f"{path}:{call.lineno}"
 
 
 def test_tests_do_not_import_tests():

@@ -84,7 +84,7 @@ def write_csv(path: Path, scores: Sequence[Score]) -> None:
     rows = [("Task", "Accuracy", "Centered"), *rows, (name, "", f"{value:.6f}")]
     lines = [", ".join(cell.ljust(width) for cell, width in zip(row, WIDTHS)) + "\n" for row in rows]
     with atomic(path) as temporary:
-        temporary.write_text("".join(lines))
+        temporary.write_text("".join(lines), encoding="utf-8")
 
 
 def show(scores: Sequence[Score], title: str) -> None:

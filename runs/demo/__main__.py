@@ -156,7 +156,7 @@ def write_results(jobs: dict[str, list[Job]], trained: Path, results: Path) -> N
     lines = [{**records[job.folder.name], "label": label} for label, seeds in jobs.items() for job in seeds]
     if lines:
         results.parent.mkdir(parents=True, exist_ok=True)
-        results.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        results.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
 
 
 def main(config: DemoConfig) -> None:

@@ -149,6 +149,14 @@ def test_args_are_for_the_named_targets_and_a_dry_run_prepares_nothing(tree):
         assert {words[0] for words in tree.lines("ablate-projections", ARGS=flag)} == {"deit_gka.train"}  # no table
 
 
+def test_python_finds_our_modules_where_it_is_told_not_to_look_in_the_folder(tree):
+    tree.environment["PYTHONSAFEPATH"] = "1"
+    done = tree.make("-n", "test")
+    assert done.returncode == 0 and not done.stderr
+    done = tree.make("check", DEPTH="0", ENV_PYTHON=sys.executable)
+    assert done.returncode == 2 and "DEPTH=0 must be" in done.stderr
+
+
 @pytest.mark.parametrize(
     "selection, count", [(None, 4), ("2,3", 2), ("GPU-2aaa,GPU-9,GPU-0", 1), ("0,1,0", 0), ("MIG-1", 1)]
 )

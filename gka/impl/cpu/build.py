@@ -129,7 +129,7 @@ def _built(instructions: str, folder: Path) -> Path:
     path = folder / f"gka-{instructions.lower()}-{end.decode()}.so"
     if not path.exists():
         command = [*_compiler(), *flags]
-        with open(folder / "lock", "w") as lock:
+        with open(folder / "lock", "wb") as lock:
             with contextlib.suppress(OSError):  # of file systems without locks, where several processes may build
                 fcntl.flock(lock, fcntl.LOCK_EX)  # the system releases it if this process dies
                 for abandoned in folder.glob("building-*"):  # by a killed process: nobody else builds here now
