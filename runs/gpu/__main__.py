@@ -78,7 +78,7 @@ def run_step(step: Step, flags: list[list[str]], outputs: list[Path], variables:
     with signals.passed_on(lambda: running):
         try:
             for command, more, output in zip(step.commands, flags, outputs, strict=True):
-                with open(output, "w") as file:
+                with open(output, "w", encoding="utf-8") as file:
                     words = [sys.executable, "-m", *command, *more]
                     options = {"cwd": carry.ROOT, "env": variables, "start_new_session": True}
                     running.append(subprocess.Popen(words, stdout=file, stderr=subprocess.STDOUT, **options))
@@ -105,7 +105,7 @@ def stop(running: list[subprocess.Popen], grace: float) -> None:
 
 def last_line(path: Path) -> str:
     """The last line of a command's output that is not empty, without what draws bars."""
-    text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", path.read_text(errors="replace"))
+    text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", path.read_text(encoding="utf-8", errors="replace"))
     return ([line.strip() for line in re.split(r"[\r\n]", text) if line.strip()] or ["no output"])[-1]
 
 
@@ -215,7 +215,7 @@ class Call:
 
     def row_length(self) -> int:
         """Tokens of a packed row; 1 if there are none."""
-        return json.loads((self.rows / carry.MANIFEST).read_text())["sequence_len"] if self.rows else 1
+        return json.loads((self.rows / carry.MANIFEST).read_text(encoding="utf-8"))["sequence_len"] if self.rows else 1
 
     def past(self, step: Step) -> list[Record]:
         """How earlier calls ended this step."""
@@ -267,7 +267,7 @@ class Call:
         cells = learned(rows) + ([["tests", step.name, lines[0]]] if step.commands[0][0] == "pytest" else [])
         record = {"date": time.strftime("%Y-%m-%d %H:%M", time.gmtime()), "name": step.name, "digest": step.digest}
         record |= {"status": status, "seconds": seconds, "last_lines": lines, "learned": cells}
-        with open(self.log, "a") as file:
+        with open(self.log, "a", encoding="utf-8") as file:
             file.write(f"\n{json.dumps(record)}\n")  # a line before it may have been cut short
         self.records.append(record)
         show(cells, "    ")

@@ -34,7 +34,7 @@ class Problem(Exception):
 
 def requirement(name: str) -> tuple[str, tuple[int, ...]]:
     """What pip is asked for, and the least version, from requirements.txt; the name alone where that has none."""
-    for line in (ROOT / "requirements.txt").read_text().splitlines():
+    for line in (ROOT / "requirements.txt").read_text(encoding="utf-8").splitlines():
         words = line.split("#")[0].strip()
         if found := re.match(rf"{name}(?:[=>]=([\d.]+))", words, re.IGNORECASE):
             return words, version_of(found[1])
