@@ -4,9 +4,10 @@ The kernel's exponent is a dot product of features with two more channels (docs/
 
     S_ij = -|x_i - k_j|^2 / (2 sigma^2) = [x_i / sigma^2, -|x_i|^2 / (2 sigma^2), 1] . [k_j, 1, -|k_j|^2 / (2 sigma^2)]
 
-Heads of constant norm need neither: plain attention with q = x / sigma^2. `eps` is ignored: since K_ii = 1 it changes y
-by at most a relative 1e-6. In forward mode the product is made of torch's operations that are not fused, which have
-derivatives of every order.
+Heads of constant norm need neither: plain attention with q = x / sigma^2. In half precision the gradient of sigma does:
+sum_ij dS_ij S_ij is small only because a row of dS adds up to 0, but for rounding, so S_ii = |x|^2 / sigma^2 is
+subtracted in a channel of x. `eps` is ignored: since K_ii = 1 it changes y by at most a relative 1e-6. In forward mode
+the product is made of torch's operations that are not fused, which have derivatives of every order.
 """
 
 import contextlib
@@ -44,14 +45,21 @@ def gaussian(request: GaussianRequest) -> torch.Tensor:
     With constant norms x / sigma^2 is rounded to x.dtype; without, half precision is computed in float32.
     """
     original, (request, nan_rows) = request, without_nonfinite(without_padding(request))
-    x = request.x
-    if request.constant_norm:
-        scaled = (x * inverse_variance(request.log_sigma)[:, None]).to(x.dtype)
-        y = _attend(scaled, request.key_features, request.value_features, request, 1.0)
-        return with_zeros_and_nan(original, y, nan_rows)
-    scaled, keys, values, a, b, offset = expand(request)
+    x, log_sigma, offset = request.x, request.log_sigma, None
+    is_half, learns_sigma = x.dtype.itemsize == 2, request.needs_grad and log_sigma.requires_grad
     padding = -(request.head_dim + 2) % 8 if x.is_cuda else 0  # fused CUDA kernels want multiples of 8
-    q, k = _extend(scaled, a, 1.0, padding), _extend(keys, 1.0, b, padding)
+    if request.constant_norm:
+        inverse, keys, values = inverse_variance(log_sigma), request.key_features, request.values
+        scaled = (x * inverse[:, None]).to(x.dtype)
+        if not (is_half and learns_sigma):
+            y = _attend(scaled, keys, request.value_features, request, 1.0)
+            return with_zeros_and_nan(original, y, nan_rows)
+        diagonal = -torch.linalg.vecdot(x.float(), x.float()).detach() * inverse
+        diagonal = diagonal.clamp(min=torch.finfo(x.dtype).min).to(x.dtype)  # one number in a row, so y stays
+        q, k = _extend(scaled, diagonal, 0.0, padding), _extend(keys, 1.0, 0.0, padding)
+    else:
+        scaled, keys, values, a, b, offset = expand(request)
+        q, k = _extend(scaled, a, 1.0, padding), _extend(keys, 1.0, b, padding)
     # Values are as wide as keys: with unequal head sizes torch falls back to N x N.
     v = k if values is None else F.pad(values, (0, k.shape[-1] - request.head_dim))
     y = _attend(q, k, v, request, 1.0)[..., : request.head_dim]

@@ -1,5 +1,6 @@
 """sdpa, cpu and flex against the float64 oracle: outputs, all gradients, odd sizes, masks, sigma^2 not a power of 2."""
 
+import math
 from dataclasses import replace
 from functools import partial
 
@@ -114,6 +115,21 @@ def test_constant_norm_through_the_normalisation(causal, window, dtype):
     for name, value in testing.run(fast, problem).named().items():
         condition = testing.log_sigma_condition(problem) if name == "dlog_sigma" else 1.0
         assert testing.error(value, want[name]) <= floor * condition, name
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("sigma_squared", [10.4, 8.0, 6.0])
+def test_constant_norm_learns_narrow_bandwidths_in_half_precision(sigma_squared, dtype, causal):
+    """The gradient of sigma is as good as plain PyTorch's: the small rest of exponents as large as |x|^2 / sigma^2."""
+    shape, log_sigma = (2, 197, 8, 64), torch.full((8,), 0.5 * math.log(sigma_squared))
+    norm = partial(F.rms_norm, normalized_shape=shape[-1:])
+    fields = dict(mask=Mask(causal), front=norm, log_sigma=log_sigma, with_values=True)
+    problem = Problem.seeded("normal", shape, dtype, **fields)
+    fast = partial(gaussian_attention, causal=causal, constant_norm=True, impl="sdpa")
+    want = testing.oracle(problem).dlog_sigma
+    off, by_plain = (testing.error(t.dlog_sigma, want) for t in (testing.run(fast, problem), testing.plain(problem)))
+    assert off <= 2 * by_plain + 2 * torch.finfo(dtype).eps
 
 
 @pytest.mark.parametrize("causal,window", [(False, None), (True, None), (True, 20), (False, 9)])
