@@ -98,9 +98,9 @@ class TextSource:
                 print(f"{self.out}: already there, made of {len(self.files):,} files")
                 return
             print(f"{self.root} has changed since {self.out} was written: {changes}")
-        (self.out / RECORD).unlink(missing_ok=True)
         with atomic(self.out / "val.parquet") as val, atomic(self.out / "train.parquet") as train:
             self._write({"train": train, "val": val})
+            (self.out / RECORD).unlink(missing_ok=True)  # it is of the files that go now
         if self.skipped:
             record["skipped"] = self.counts["skipped"]
         write_json(self.out / RECORD, record)
