@@ -5,7 +5,6 @@ import timm.layers
 import torch
 from matplotlib.figure import Figure
 
-import digit_runs
 import tiny_vision
 import vision_runs
 
@@ -44,8 +43,8 @@ def photo(tmp_path):
 def digits(tmp_path_factory):
     """A softmax ViT that knows digits at 32 pixels: a run."""
     out = tmp_path_factory.mktemp("digits")
-    digit_runs.train(out, *digit_runs.KNOWS_DIGITS)
-    assert digit_runs.accuracy(out) > 65
+    vision_runs.train_digits(out, *vision_runs.KNOWS_DIGITS)
+    assert vision_runs.accuracy(out) > 65
     return out
 
 

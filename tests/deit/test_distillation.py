@@ -9,8 +9,8 @@ from deit_gka import train as training
 from deit_gka.recipe import Recipe
 from deit_gka.training.config import TrainConfig
 from deit_gka.training.distillation import Objective, Teacher, load_teacher
-from digit_runs import accuracy, flags, newest, train
 from tiny import one_line_error
+from vision_runs import accuracy, digit_flags, newest, train_digits
 
 DIGITS = [str(digit) for digit in range(10)]
 IMAGENET = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
@@ -66,7 +66,7 @@ def test_learning_from_the_teacher_alone(digits, tmp_path):
     """alpha 1: only the teacher's choices and only the distillation head; the class head stays as it began."""
     teacher = ["--distillation-type", "hard", "--teacher-model", digits / "run", "--distillation-alpha", 1]
     common = ["--model", "deit_tiny_gka_distilled_patch16_224", "--lr", 0.2, "--epochs", 3, "--weight-decay", 0]
-    train(tmp_path, *common, *teacher)
+    train_digits(tmp_path, *common, *teacher)
     assert accuracy(tmp_path) > 30
     weights = newest(tmp_path)
     assert not weights["head.bias"].any() and weights["head_dist.bias"].abs().max() > 1e-3
@@ -80,5 +80,5 @@ def test_mistakes_with_teachers_are_one_line(digits, tmp_path, monkeypatch):
     for settings, classes in (({}, DIGITS), (dict(teacher_model=str(digits / "run")), ["a", "b", "c"])):
         with one_line_error("--teacher-model"):
             load_teacher(Recipe(**settings), classes)
-    argv = flags(tmp_path, "--epochs", 1, "--distillation-type", "soft")
+    argv = digit_flags(tmp_path, "--epochs", 1, "--distillation-type", "soft")
     assert "--distillation-type" in tiny.refused(training.main, TrainConfig, *argv)

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 
 import tiny
 from deit_gka.data.transforms import eval_transform
@@ -20,10 +21,49 @@ from deit_gka.figures.rollout import LEAST_SHARE, deletion_curve, draw_deletion,
 from deit_gka.figures.rollout import without as without_patches
 from deit_gka.figures.rows import query_maps
 from deit_gka.figures.subjects import images_for, of_run, of_timm, photographs, subjects_of
-from figure_runs import GKA, SOFTMAX, TINY, tiny_subjects, vision_run, words
+from deit_gka.model.checkpoints import build
+from tiny_vision import SHAPE, SIZE
 from tiny_vision import photo as photo_of
+from trainkit_gka import checkpoint
 from trainkit_gka.cli import run
 from trainkit_gka.figures.measures import diagonal_mass, entropy, median_distance
+from vision_runs import GKA, SOFTMAX
+
+TINY = ["--model-kwargs", f"img_size={SIZE}", *(f"{key}={value}" for key, value in SHAPE.items())]
+
+
+def vision_run(folder, name=GKA, seed=0, widen=0.0, trained_on="digits", **recipe):
+    """A run's folder with one checkpoint and no training behind it. widen: how far log σ is spread."""
+    about = {"name": name, "num_classes": 10, "input_size": SIZE, "kwargs": SHAPE}
+    torch.manual_seed(seed)
+    model = build(name, 10, SIZE, **SHAPE)
+    if widen:
+        for block in model.blocks:
+            block.attn.log_sigma.data += widen * torch.rand(len(block.attn.log_sigma))
+    colours = {"mean": IMAGENET_DEFAULT_MEAN, "std": IMAGENET_DEFAULT_STD}
+    recipe = {"crop_pct": 1.0, "input_size": SIZE, **colours, "model": name, "seed": seed, "lr": 0.1, **recipe}
+    state = {
+        "classes": list("0123456789"),
+        "model": about,
+        "train_config": recipe,
+        "epoch": 3,
+        "trained_on": trained_on,
+        "parts": {},
+    }
+    checkpoint.save(folder / "checkpoints", 7, {"model": dict(model.state_dict())}, state)
+    return folder
+
+
+def tiny_subjects(name=GKA, *kwargs, images=("stripes",)):
+    """What a tiny untrained model does with pictures of stripes. kwargs: KEY=VALUE."""
+    pictures = {image: photo_of(seed) for seed, image in enumerate(images)}
+    return subjects_of(of_timm(name, [*TINY[1:], *kwargs]), pictures)
+
+
+def words(figure):
+    """Title and caption in one line."""
+    return " ".join(" ".join(text.get_text() for text in figure.texts).split())
+
 
 NO_CLASS = ("attn_layer=gka", "class_token=False", "global_pool=avg")
 LAYOUTS = {  # a model, its arguments, the tokens before the patches, whether the first is a class token

@@ -9,10 +9,10 @@ import torch
 import tiny_vision
 from deit_gka.recipe import Recipe
 from deit_gka.training.optim import make_average, make_optimizer, make_schedule
-from digit_runs import accuracy, micro
 from runs.check import SMALL_VISION
 from tiny import one_line_error
 from trainkit_gka.cli import flag_of
+from vision_runs import accuracy, micro
 
 PAPER = dict(  # paper, section 4.1
     epochs=300, batch_size=7 * 256, group_size=256, lr=1e-3, weight_decay=0.05, opt_betas=(0.9, 0.999), clip_grad=1.0,

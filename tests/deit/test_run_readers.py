@@ -16,18 +16,19 @@ from deit_gka.model.attention import kind_of
 from deit_gka.model.checkpoints import export, find_checkpoint, load_run
 from deit_gka.recipe import Recipe
 from deit_gka.training.distillation import load_teacher
+from tiny import events
 from tiny_images import write
 from tiny_vision import MICRO, SHAPE, SIZE, call, encoded
 from trainkit_gka.checkpoint import save as save_checkpoint
 from trainkit_gka.cli import UserError
-from vision_runs import EVALUATE, EXPORT, STEPS, TRAIN, Code, checkpoint, evaluated, micro, records
+from vision_runs import EVALUATE, EXPORT, STEPS, TRAIN, Code, checkpoint, evaluated, micro
 
 METRICS = ("top1", "top5", "loss", "images")
 
 
 def test_evaluate_finds_what_the_trainer_found(uninterrupted, pictures, tmp_path):
     """By the command on three processes, and here; also with the best checkpoint."""
-    last, path = records(uninterrupted, "eval")[-1], uninterrupted / "run"
+    last, path = events(uninterrupted, "eval")[-1], uninterrupted / "run"
     wanted = {"model": {key: last[key] for key in METRICS}}
     wanted["ema"] = {key: last[key if key == "images" else f"ema_{key}"] for key in METRICS}
     flags = ["--data", pictures, "--device-type", "cpu", "--num-workers", 0, "--results", tmp_path / "eval.jsonl"]
@@ -41,7 +42,7 @@ def test_evaluate_finds_what_the_trainer_found(uninterrupted, pictures, tmp_path
     assert metrics["ema"]["preprocessing"] == "resize 18, centre crop 16, bicubic"
     best = evaluated(tmp_path, "--data", pictures, "--run", path, "--best", "--weights", "ema")["metrics"]
     assert best.keys() == {"ema"}
-    assert best["ema"]["top1"] == max(record["ema_top1"] for record in records(uninterrupted, "eval"))
+    assert best["ema"]["top1"] == max(record["ema_top1"] for record in events(uninterrupted, "eval"))
 
 
 @pytest.mark.parametrize("name, more", [
@@ -78,7 +79,7 @@ def test_a_timm_model_takes_a_file_of_deits_layout_and_refuses_others(uninterrup
     Code.MARKER.unlink(missing_ok=True)
     for name, content in (
         ("three", {"model": weights}),
-        ("four", {"model": micro(4).state_dict()}),
+        ("four", {"model": micro(classes=4, size=SIZE, **SHAPE).state_dict()}),
         ("code", {"model": weights, "args": Code()}),
     ):
         torch.save(content, tmp_path / f"{name}.pth")
@@ -96,7 +97,7 @@ def test_a_timm_model_takes_a_file_of_deits_layout_and_refuses_others(uninterrup
         assert word in tiny.refused(evaluate.main, evaluate.EvaluateConfig, *argv)
     assert not Code.MARKER.exists()
     (metrics,) = evaluated(tmp_path, "--data", pictures, *three, tmp_path / "three.pth")["metrics"].values()
-    last = records(uninterrupted, "eval")[-1]
+    last = events(uninterrupted, "eval")[-1]
     assert metrics["top1"] == last["top1"] and metrics["loss"] == pytest.approx(last["loss"], rel=1e-6)
     # A run finds its data alone.
     assert evaluated(tmp_path, "--run", uninterrupted / "run")["metrics"]["ema"]["images"] == 27
@@ -132,7 +133,7 @@ def write_classes(root, names):
 def save_run(folder, classes):
     """A run whose model is right about every colour, and calls the k-th of them classes[k]; and an export of it."""
     torch.manual_seed(0)
-    model = micro(COUNT).eval()
+    model = micro(classes=COUNT, size=SIZE, **SHAPE).eval()
     pixels = torch.stack([eval_transform(SIZE, 1.0)(picture(place)) for place in range(COUNT)])
     with torch.no_grad():
         features = model.forward_head(model.forward_features(pixels), pre_logits=True)

@@ -10,7 +10,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-import digit_runs
 import tiny
 import tiny_vision
 from deit_gka import train as training
@@ -19,26 +18,15 @@ from deit_gka.train import Trainer
 from deit_gka.training.broken import best
 from deit_gka.training.config import TrainConfig
 from processes import signals_kept
+from tiny import events, final, metrics, steps_of
 from trainkit_gka.cli import run
-from vision_runs import (
-    STEPS,
-    STEPS_PER_EPOCH,
-    TRAIN,
-    checkpoint,
-    final,
-    flags,
-    metrics,
-    micro,
-    records,
-    steps_of,
-    train,
-)
+from vision_runs import STEPS, STEPS_PER_EPOCH, TRAIN, checkpoint, flags, train, train_digits
 
 # What a run leaves
 
 
 def test_a_run_writes_down_what_it_did(uninterrupted):
-    log, evaluations = records(uninterrupted, "train"), records(uninterrupted, "eval")
+    log, evaluations = events(uninterrupted, "train"), events(uninterrupted, "eval")
     assert steps_of(uninterrupted) == list(range(1, STEPS + 1))
     assert log[-1]["weight_decay"] == 0.05 and all(record["grad_norm"] > 0 for record in log)
     assert log[3]["lr"] == pytest.approx(1e-6 + (0.2 * 12 / 1024 - 1e-6) * 3 / 6)
@@ -55,7 +43,8 @@ def test_a_run_writes_down_what_it_did(uninterrupted):
     keys = ("top1", "top5", "loss", "ema_top1", "ema_top5", "ema_loss", "images", "sigma")
     assert all(numbers[key] == evaluations[-1][key] for key in keys)
     assert numbers["best"] == {"metric": "ema_top1", "value": highest["ema_top1"], "epoch": highest["epoch"]}
-    assert numbers["parameters"] == sum(p.numel() for p in micro(3).parameters()) and numbers["flops"] > 0
+    weights = checkpoint(uninterrupted, STEPS, "model")
+    assert numbers["parameters"] == sum(map(torch.numel, weights.values())) and numbers["flops"] > 0
     folder = uninterrupted / "run"
     assert {path.name for path in (folder / "checkpoints").iterdir()} == {"step_00000028", "step_00000030"}
     (path,) = (folder / "best").iterdir()
@@ -98,14 +87,15 @@ def test_the_average_follows_the_weights_and_the_gradient_is_limited(pictures, t
         torch.testing.assert_close(value, mean, rtol=1e-5, atol=1e-7, msg=name)
     assert any(not torch.equal(average[name], weights[2][name]) for name in average)
     assert gradient_norm(tmp_path) == pytest.approx(0.01, rel=1e-3)
-    assert records(tmp_path, "train")[0]["grad_norm"] > 0.1
+    assert events(tmp_path, "train")[0]["grad_norm"] > 0.1
 
 
 @pytest.mark.parametrize("kind,epochs,least", [("gka", 3, 35), ("vlt", 2, 20)], ids=["gka", "vlt"])
 def test_it_learns_digits(tmp_path, kind, epochs, least):
     """The softmax model does for other tests (`digits`)."""
-    digit_runs.train(tmp_path, "--model", model_name("tiny", kind), "--lr", 0.2, "--epochs", epochs, "--log-every", 1)
-    (last,), losses = records(tmp_path, "eval"), [record["loss"] for record in records(tmp_path, "train")]
+    rates = ["--lr", 0.2, "--epochs", epochs, "--log-every", 1]
+    train_digits(tmp_path, "--model", model_name("tiny", kind), *rates)
+    (last,), losses = events(tmp_path, "eval"), [record["loss"] for record in events(tmp_path, "train")]
     assert last["top1"] > least and last["ema_top1"] > least and last["top5"] > 70 and last["images"] == 599, last
     assert losses[0] == pytest.approx(2.3, abs=0.2) and sum(losses[-10:]) / 10 < 2.2
     assert bool(last["sigma"]) == (kind == "gka")
@@ -126,7 +116,7 @@ def test_training_on_cuda_compiled_in_bfloat16(pictures, tmp_path, kind):
     shape = ["--model-kwargs", "patch_size=4", "embed_dim=64", "depth=2", "num_heads=2"]
     words = ["--device-type", "cuda", "--epochs", 10, "--model", model_name("tiny", kind), *shape]
     assert "finished" in tiny.call(TRAIN, *flags(pictures, tmp_path, *words)).stdout
-    last = records(tmp_path, "eval")[-1]
+    last = events(tmp_path, "eval")[-1]
     assert last["memory_mib"] > 0 and last["top1"] > 40
 
 
@@ -146,7 +136,7 @@ def test_broken_images_are_counted_and_listed(pictures, tmp_path, ranks):
     assert reasons.keys() == set(map(str, names)) and all(reasons.values())
     if ranks == 1:
         assert len(listed) == 3 and all(done.stderr.count(str(name)) == 1 for name in names)
-    last = records(tmp_path, "eval")[-1]
+    last = events(tmp_path, "eval")[-1]
     assert (last["images"], last["broken"]) == (27, 1)
     assert 4 <= last["broken_train"] <= 6  # in 3 epochs, which draw 72 of 80 images
     assert metrics(tmp_path)["broken_train"] == last["broken_train"]
@@ -184,7 +174,7 @@ def test_a_model_without_attention_of_ours_trains_and_resumes(pictures, tmp_path
     words += ["--warmup-epochs", 0, "--repeated-aug", 1, "--num-workers", 0, "--results", tmp_path / "results.jsonl"]
     for stop in (4, -1):
         done = tiny_vision.call(TRAIN, *words, "--stop-after", stop, folder=tmp_path / "output")
-    assert "resuming" in done.stdout and [record["epoch"] for record in records(tmp_path, "eval")] == [1, 2]
+    assert "resuming" in done.stdout and [record["epoch"] for record in events(tmp_path, "eval")] == [1, 2]
 
 
 def test_ranks_take_the_same_first_step(pictures, tmp_path):
@@ -194,7 +184,7 @@ def test_ranks_take_the_same_first_step(pictures, tmp_path):
         words = ["--stop-after", 1, "--device-batch-size", device_batch_size]
         train(pictures, tmp_path / str(ranks), *common, *words, ranks=ranks)
     one, three = (checkpoint(tmp_path / ranks, 1, "optimizer") for ranks in "13")
-    (record,), (other,) = (records(tmp_path / ranks, "train") for ranks in "13")
+    (record,), (other,) = (events(tmp_path / ranks, "train") for ranks in "13")
     assert gradient_norm(tmp_path / "1") == pytest.approx(record["grad_norm"], rel=1e-4)
     moments = [name for name in one if name.startswith("exp_avg/")]
     assert all((three[name] - one[name]).norm() < 3e-5 * one[name].norm() for name in moments)

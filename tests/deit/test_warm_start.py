@@ -22,9 +22,8 @@ from deit_gka.model.checkpoints import export, find_checkpoint
 from deit_gka.model.warm_start import fingerprint, read_start, warm_start
 from deit_gka.recipe import Recipe
 from deit_gka.training.config import TrainConfig
-from digit_runs import GKA, KNOWS_DIGITS, SOFTMAX, VLT, flags, micro, newest, train
 from tiny import one_line_error
-from vision_runs import Code, evaluated
+from vision_runs import GKA, KNOWS_DIGITS, SOFTMAX, VLT, Code, digit_flags, evaluated, micro, newest, train_digits
 from vision_runs import train as train_on
 
 # What is taken
@@ -148,11 +147,11 @@ def test_resumed_run_keeps_its_initial_weights(digits, tmp_path):
     weights, moved = tmp_path / "weights.safetensors", tmp_path / "moved.safetensors"
     save_file(newest(digits), weights)
     common = ["--model", GKA, "--epochs", 1, "--lr", 0.01, "--initial-weights"]
-    train(tmp_path / "at_once", *common, weights, "--stop-after", 4)
-    train(tmp_path, *common, weights, "--stop-after", 2)
+    train_digits(tmp_path / "at_once", *common, weights, "--stop-after", 4)
+    train_digits(tmp_path, *common, weights, "--stop-after", 2)
     shutil.move(weights, moved)
     for source, stop in ((weights, 3), (moved, 4)):  # gone, and under another name
-        done = train(tmp_path, *common, source, "--stop-after", stop)
+        done = train_digits(tmp_path, *common, source, "--stop-after", stop)
         assert "resuming at update" in done.stdout and "starting from" not in done.stdout
     for name in ("model", "ema", "optimizer"):
         assert fingerprint(newest(tmp_path, name)) == fingerprint(newest(tmp_path / "at_once", name))
@@ -161,7 +160,7 @@ def test_resumed_run_keeps_its_initial_weights(digits, tmp_path):
     refused = [(tmp_path, [*common, other]) for other in (digits / "run", "", moved)]
     began_without = [*KNOWS_DIGITS, "--initial-weights", moved]
     for out, argv in (*refused, (digits, began_without)):
-        message = tiny.refused(training.main, TrainConfig, *flags(out, *argv))
+        message = tiny.refused(training.main, TrainConfig, *digit_flags(out, *argv))
         assert message.startswith("error: --initial-weights") and str(out) in message
 
 

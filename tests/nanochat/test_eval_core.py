@@ -22,7 +22,6 @@ import gpt_runs
 import hub
 import tiny
 import tiny_core
-from gpt_runs import events, final, metrics
 from naive_core import naive_task
 from nanochat_gka import train
 from nanochat_gka.core_metric import scoring
@@ -31,6 +30,7 @@ from nanochat_gka.eval_core import CoreConfig, main
 from nanochat_gka.generation.engine import Engine
 from nanochat_gka.generation.sampling import SAMPLE_PROMPTS, Sampling
 from nanochat_gka.model.checkpoints import load
+from tiny import events, final, metrics
 from tiny_core import COUNT
 from tiny_gpt import awake, write_run
 from tiny_pack import rewrite_json

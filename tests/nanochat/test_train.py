@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 import gpt_runs
 import tiny
-from gpt_runs import MODULE, STEPS, events, final, flags, metrics
+from gpt_runs import MODULE, STEPS, flags
 from nanochat_gka import evaluate, pack
 from nanochat_gka.data.loader import PackedData, RowStream
 from nanochat_gka.model.accounting import meta_model, scaling_parameters
@@ -20,6 +20,7 @@ from nanochat_gka.model.config import GPTConfig
 from nanochat_gka.model.gpt import build
 from nanochat_gka.train import TrainConfig
 from nanochat_gka.training.optim import MuonAdamW, OptimConfig, parameter_groups
+from tiny import events, final, metrics
 from tiny_gpt import PRESET
 from tiny_pack import config, rewrite_json
 from trainkit_gka import checkpoint

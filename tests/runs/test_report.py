@@ -6,10 +6,10 @@ import re
 
 import pytest
 
-import digit_runs
 import gpt_runs
 import tiny
 import tiny_vision
+import vision_runs
 from runs import report
 from runs.report import ReportConfig, find_runs, main
 from runs.table import Table
@@ -24,8 +24,8 @@ def base(packed, tmp_path_factory):
     """A folder of outputs as the trainers leave it: a vision run, and a language run with offsets and windows."""
     base = tmp_path_factory.mktemp("report")
     places = ["--out", base / "runs", "--results", base / "results.jsonl"]
-    shape = ["--model", digit_runs.GKA, "--input-size", 32, "--epochs", 1]
-    easy = [*digit_runs.EASY, "--batch-size", 64, "--group-size", 64, "--eval-every", 1]
+    shape = ["--model", vision_runs.GKA, "--input-size", 32, "--epochs", 1]
+    easy = [*vision_runs.EASY, "--batch-size", 64, "--group-size", 64, "--eval-every", 1]
     tiny_vision.call("deit_gka.train", *places, *easy, *shape, "--model-tag", NAMES[0], folder=base / "output")
     rows = ["--data", packed / "packed", *tiny.TRAIN_FLAGS, "--num-iterations", 4, "--eval-every", 2, "--save-every", 4]
     form = ["--attention", "gka", "--head-offsets", "PS", "--log-every", 1, "--model-tag", NAMES[1]]

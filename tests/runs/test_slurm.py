@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 import tiny
-from gpt_runs import events, log_steps
 from processes import HANG_AFTER, descendants, environment
 from sources import ROOT
+from tiny import events, steps_of
 
 FOLDER = ROOT / "runs/slurm"
 FILES = sorted(FOLDER.glob("*.sbatch"))
@@ -65,7 +65,7 @@ def test_two_machines_train_save_at_a_signal_and_finish(job, packed, tmp_path):
     def train(until, kill):
         process = job("pretrain-d20", *flags, "--device-batch-size", 2, **script)
         end = time.monotonic() + HANG_AFTER
-        while len(log_steps(out)) < until and process.poll() is None and time.monotonic() < end:
+        while len(steps_of(out)) < until and process.poll() is None and time.monotonic() < end:
             time.sleep(0.01)
         tasks = [int(pid) for pid in (tmp_path / "tasks").read_text().split()]
         everything = [process.pid, *(pid for task in tasks for pid in (task, *descendants(task)))]
@@ -77,7 +77,7 @@ def test_two_machines_train_save_at_a_signal_and_finish(job, packed, tmp_path):
 
     assert train(3, signal.SIGTERM) == ("requeue 77\n", 0)
     assert train(30, signal.SIGKILL) == ("requeue 77\n", 1)
-    assert log_steps(out) == list(range(1, 61))
+    assert steps_of(out) == list(range(1, 61))
     assert (tmp_path / "flags").read_text() == 2 * "--cpus-per-task=2\n"
     assert (tmp_path / "output").read_text().count("resuming at step") == 2
 

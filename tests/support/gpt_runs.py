@@ -1,13 +1,10 @@
-"""Language runs of some steps: their flags, and their files."""
-
-import json
+"""Language runs of some steps."""
 
 import torch
 
 import tiny
 from nanochat_gka.train import TrainConfig, main
 from processes import signals_kept
-from trainkit_gka.progress import read_events
 
 MODULE = "nanochat_gka.train"
 STEPS = 60
@@ -34,23 +31,3 @@ def refused(packed, out, *more) -> str:
     """The line with which the command, in this process, refuses to train."""
     with signals_kept():
         return tiny.refused(main, TrainConfig, *flags(packed, out, *more))
-
-
-def final(out, step=STEPS):
-    folder = out / "run" / "checkpoints" / f"step_{step:08d}"
-    return [(folder / f"{name}.safetensors").read_bytes() for name in ("model", "optimizer")]
-
-
-def events(out, event):
-    """The lines of the run's log that are of `event`."""
-    return read_events(out / "run/log.jsonl", event)
-
-
-def metrics(out):
-    """The numbers of the finished run."""
-    return json.loads((out / "results.jsonl").read_text())["metrics"]
-
-
-def log_steps(out):
-    """The training steps that the log has so far, while another process writes it."""
-    return [record["step"] for record in events(out, "train")]

@@ -19,6 +19,7 @@ import pytest
 import processes
 from processes import HANG_AFTER
 from trainkit_gka.cli import UserError, run
+from trainkit_gka.progress import read_events
 
 SEQUENCE_LEN = 32
 TEXT = (
@@ -89,6 +90,28 @@ def refused(main, config, *flags, code: int = UserError.code) -> str:
     message = errors.getvalue()
     assert message.startswith("error: ") and message.count("\n") == 1, message
     return message
+
+
+def events(out: Path, event: str, tag: str = "run") -> list[dict]:
+    """The lines of a run's log that are of `event`."""
+    return read_events(out / tag / "log.jsonl", event)
+
+
+def steps_of(out: Path) -> list[int]:
+    """The training steps that the log has so far, while another process may write it."""
+    return [record["step"] for record in events(out, "train")]
+
+
+def metrics(out: Path) -> dict:
+    """The numbers of the only finished run."""
+    return json.loads((out / "results.jsonl").read_text())["metrics"]
+
+
+def final(out: Path, step: int | None = None) -> list[bytes]:
+    """The tensors of the checkpoint at a step, or of the newest one."""
+    folder = out / "run/checkpoints"
+    path = sorted(folder.iterdir())[-1] if step is None else folder / f"step_{step:08d}"
+    return [file.read_bytes() for file in sorted(path.glob("*.safetensors"))]
 
 
 def finish(process: subprocess.Popen) -> subprocess.CompletedProcess:

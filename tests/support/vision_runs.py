@@ -1,19 +1,21 @@
-"""Vision runs of a few updates: their flags, what they leave, and a process to interrupt."""
+"""Vision runs of a few updates: their flags, what they leave, and a process to interrupt; models of theirs."""
 
 import json
 import tempfile
 import time
 from pathlib import Path
 
+import torch
 from safetensors.torch import load_file
 
 import tiny_vision
 from deit_gka import evaluate
 from deit_gka.model.checkpoints import build
-from tiny_vision import MICRO, SHAPE, SIZE
+from tiny import events, steps_of
+from tiny_vision import MICRO
 from trainkit_gka.cli import run
-from trainkit_gka.progress import read_events
 
+GKA, VLT, SOFTMAX = "deit_tiny_gka_patch16_224", "deit_tiny_vlt_patch16_224", "deit_tiny_patch16_224"
 TRAIN, EVALUATE, EXPORT = "deit_gka.train", "deit_gka.evaluate", "deit_gka.export"
 EPOCHS, STEPS_PER_EPOCH = 5, 6
 STEPS = EPOCHS * STEPS_PER_EPOCH
@@ -28,33 +30,12 @@ def flags(data, out, *more):
     return [*places, *MICRO, *FULL, *more]
 
 
-def micro(classes, name="deit_tiny_gka_patch16_224"):
-    return build(name, classes, SIZE, **SHAPE)
-
-
 def train(data, out, *more, **options):
     return tiny_vision.call(TRAIN, *flags(data, out, *more), folder=out / "output", **options)
 
 
-def records(out, event):
-    return read_events(out / "run" / "log.jsonl", event)
-
-
-def steps_of(out):
-    return [record["step"] for record in records(out, "train")]
-
-
 def checkpoint(out, step, name):
     return load_file(out / "run" / "checkpoints" / f"step_{step:08d}" / f"{name}.safetensors")
-
-
-def final(out, step=STEPS, names=("model", "ema", "optimizer")):
-    return [(out / "run" / "checkpoints" / f"step_{step:08d}" / f"{name}.safetensors").read_bytes() for name in names]
-
-
-def metrics(out):
-    """The numbers of the finished run."""
-    return json.loads((out / "results.jsonl").read_text())["metrics"]
 
 
 def wait_for_step(process, out, step):
@@ -77,3 +58,37 @@ class Code:
 
     def __reduce__(self):
         return exec, (f"import pathlib; pathlib.Path({str(self.MARKER)!r}).touch()",)
+
+
+# Runs on scikit-learn's digits that learn in seconds: small models without the recipe's augmentation
+
+KNOWS_DIGITS = ["--model", SOFTMAX, "--epochs", 5, "--lr", 0.2]
+EASY = [
+    "--model-kwargs", "patch_size=16", "embed_dim=64", "depth=1", "num_heads=2",
+    "--data", "digits", "--device-type", "cpu", "--batch-size", 16, "--group-size", 16, "--repeated-aug", 1,
+    "--scale", 0.8, 1, "--hflip", 0, "--aa", "", "--reprob", 0, "--mixup", 0, "--cutmix", 0, "--drop-path", 0,
+    "--warmup-epochs", 0, "--eval-every", "-1", "--save-every", "-1", "--log-every", 20, "--num-workers", 0,
+]  # fmt: skip
+
+
+def digit_flags(out, *more):
+    return ["--out", out, "--results", out / "results.jsonl", "--model-tag", "run", "--input-size", 32, *EASY, *more]
+
+
+def train_digits(out, *more, **options):
+    return tiny_vision.call(TRAIN, *digit_flags(out, *more), folder=out / "output", **options)
+
+
+def accuracy(out, tag="run"):
+    return events(out, "eval", tag)[-1]["top1"]
+
+
+def newest(out, name="model", tag="run"):
+    """The tensors of a run's newest checkpoint."""
+    return load_file(sorted((out / tag / "checkpoints").iterdir())[-1] / f"{name}.safetensors")
+
+
+def micro(name=GKA, classes=10, size=32, **settings):
+    """An untrained model, the same for the same arguments."""
+    torch.manual_seed(len(name) + classes + size)
+    return build(name, classes, size, **{**dict(patch_size=8, embed_dim=64, depth=2, num_heads=2), **settings})

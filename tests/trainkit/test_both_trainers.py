@@ -21,10 +21,11 @@ from deit_gka import train as train_vision
 from nanochat_gka import train
 from processes import descendants, signals_kept, still_there
 from sources import flags_of
+from tiny import steps_of
 from trainkit_gka.cli import check_bounds, flag_of
 from trainkit_gka.distributed import Runtime
 from trainkit_gka.progress import read_events
-from vision_runs import steps_of, wait_for_step
+from vision_runs import wait_for_step
 
 
 @dataclass(frozen=True)
@@ -32,7 +33,7 @@ class Kind:
     """A trainer and a short run of its."""
 
     module: ModuleType
-    runs: ModuleType  # its `flags` and `final`
+    runs: ModuleType  # its `flags`
     data: Path
     more: tuple
     steps: int
@@ -50,7 +51,7 @@ class Kind:
             return tiny.exit_code(self.module.main, self.module.TrainConfig, *self.flags(out, *more))
 
     def final(self, out):
-        return self.runs.final(out, self.steps)
+        return tiny.final(out, self.steps)
 
 
 def records(out, event):
@@ -161,7 +162,7 @@ def test_an_evaluation_that_a_signal_interrupts_is_run_again(
     assert kind.train_here(parts, *more) == 0
     assert records(parts, event) == records(uninterrupted, event) and step in [r["step"] for r in records(parts, event)]
     last = steps_of(uninterrupted)[-1]
-    assert kind.runs.final(parts, last) == kind.runs.final(uninterrupted, last)
+    assert tiny.final(parts, last) == tiny.final(uninterrupted, last)
 
 
 # Flags
