@@ -1,22 +1,24 @@
 """DeiT's three sizes with our attention as timm models: deit_{tiny,small,base}_{gka,vlt}[_distilled]_patch16_224.
 
 They are timm's own ViT with other attention in its blocks; the softmax models are timm's deit_*. Any ViT of timm's
-takes our kinds by attn_layer. The package's README has examples (Use it in timm).
+takes our kinds by attn_layer: timm's table of attention layers gains rows, and nothing else of timm changes. The
+package's README has examples (Use it in timm).
 """
 
-from dataclasses import dataclass, field
+import itertools
 from functools import partial, update_wrapper
-from typing import Any
+from typing import Any, ClassVar
 
 from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
-from timm.models import build_model_with_cfg, generate_default_cfgs, register_model, vision_transformer
+from timm.layers import DiffAttention
+from timm.models import build_model_with_cfg, generate_default_cfgs, register_model
 from timm.models.deit import VisionTransformerDistilled
-from timm.models.vision_transformer import Block, VisionTransformer, checkpoint_filter_fn
+from timm.models.vision_transformer import ATTN_LAYERS, Block, VisionTransformer, checkpoint_filter_fn
 from torch import nn
 
 from deit_gka.model.attention import ATTENTION
 from deit_gka.model.offsets import place_offsets
-from gka import layer_kinds
+from gka import KINDS, layer_kinds
 
 SIZES = {
     "tiny": dict(embed_dim=192, depth=12, num_heads=3),
@@ -30,44 +32,56 @@ CROP_PCT = 0.875  # resize to 256, crop 224, as DeiT evaluates (timm's own deit 
 # Any ViT of timm's, by attn_layer
 
 
-@dataclass(frozen=True)
-class AttentionByLayer:
-    """A kind of attention for every layer. Raises ValueError for another pattern, and for settings of no kind in it.
+class AttentionByLayer(DiffAttention):
+    """Builds a kind of attention for every layer; no object of this class is made. See `attention_class`.
 
-    pattern: as in `gka.layer_kinds`. settings: arguments of the attention classes, which name them in SETTINGS; a layer
-    takes those of its kind.
+    It is a DiffAttention because timm tells these alone the number of their layer, `depth`.
     """
 
     pattern: str
-    settings: dict[str, Any] = field(default_factory=dict)
+    settings: ClassVar[dict[str, Any]]
 
-    def __post_init__(self):
-        kinds = sorted(set(layer_kinds(self.pattern, len(self.pattern))))
-        for name in self.settings:
-            if not any(name in ATTENTION[kind].SETTINGS for kind in kinds):
-                raise ValueError(f"{name} is not a setting of {' or '.join(kinds)} attention")
+    def __new__(cls, dim: int, *, depth: int, **arguments) -> nn.Module:
+        kind = ATTENTION[layer_kinds(cls.pattern, depth + 1)[depth]]
+        settings = {name: value for name, value in cls.settings.items() if name in kind.SETTINGS}
+        return kind(dim, **arguments, **settings)
+
+
+def attention_class(pattern: str, **settings) -> type[AttentionByLayer]:
+    """The class for timm's attn_layer of a ViT with a kind of attention for every layer.
+
+    pattern: as in `gka.layer_kinds`. settings: arguments of the attention classes, which name them in SETTINGS; a layer
+    takes those of its kind. Raises ValueError for another pattern, and for settings of no kind in it.
+    """
+    kinds = sorted(set(layer_kinds(pattern, len(pattern))))
+    for name in settings:
+        if not any(name in ATTENTION[kind].SETTINGS for kind in kinds):
+            raise ValueError(f"{name} is not a setting of {' or '.join(kinds)} attention")
+    return type("AttentionByLayer", (AttentionByLayer,), {"pattern": pattern, "settings": settings})
+
+
+TIMMS = frozenset(ATTN_LAYERS)  # timm's names of attention layers
+
+
+def attention_by_layer(pattern: str) -> str:
+    """Make a pattern by layer such as GGGA a name that attn_layer of timm's ViTs takes in this process, and return it.
+
+    Kinds and patterns of up to four capital letters are such names already, so that exported models load by timm alone.
+    Raises ValueError for what is no pattern of `gka.layer_kinds`.
+    """
+    ATTN_LAYERS.setdefault(pattern, attention_class(pattern))
+    return pattern
 
 
 def is_pattern(attn_layer: Any) -> bool:
     """Whether timm's argument is a name or pattern of ours, and not one of timm's names."""
-    return isinstance(attn_layer, str) and attn_layer not in vision_transformer.ATTN_LAYERS
+    return isinstance(attn_layer, str) and attn_layer not in TIMMS
 
 
-timms_attention = vision_transformer._create_attn
-
-
-def create_attention(attn_layer, dim: int, *, depth: int = 0, **arguments) -> nn.Module:
-    """The attention of one of timm's blocks. attn_layer: also a kind's name, a pattern or an `AttentionByLayer`."""
-    if is_pattern(attn_layer):
-        attn_layer = AttentionByLayer(attn_layer)
-    if not isinstance(attn_layer, AttentionByLayer):
-        return timms_attention(attn_layer, dim, depth=depth, **arguments)
-    kind = ATTENTION[layer_kinds(attn_layer.pattern, depth + 1)[depth]]
-    settings = {name: value for name, value in attn_layer.settings.items() if name in kind.SETTINGS}
-    return kind(dim, **arguments, **settings)
-
-
-vision_transformer._create_attn = create_attention  # the blocks of timm's ViTs call it by this name
+ATTN_LAYERS.update(ATTENTION)
+for length in range(1, 5):
+    for letters in itertools.product([KINDS[kind].letter for kind in ATTENTION], repeat=length):
+        attention_by_layer("".join(letters))
 
 # DeiT with our attention
 
@@ -93,7 +107,7 @@ def create(
     distilled: with DeiT's second token and head. attention: another kind than the name's, or a pattern by layer such as
     GGGA; timm's attn_layer says the same. norm_weight: False takes weight and bias from the norm before attention;
     GKA's distances then count all channels alike. arguments: timm's, and settings of the kinds of attention.
-    Raises ValueError as `AttentionByLayer`.
+    Raises ValueError as `attention_class`.
     """
     settings = {name: arguments.pop(name) for name in SETTINGS & arguments.keys()}
     model = build_model_with_cfg(
@@ -102,7 +116,7 @@ def create(
         pretrained,
         pretrained_filter_fn=checkpoint_filter_fn,
         feature_cfg=dict(out_indices=arguments.pop("out_indices", 3), feature_cls="getter"),
-        attn_layer=AttentionByLayer(attn_layer or attention or kind, settings),
+        attn_layer=attention_class(attn_layer or attention or kind, **settings),
         **dict(patch_size=16, block_fn=Block if norm_weight else without_norm_weight, **SIZES[size]) | arguments,
     )
     place_offsets(model)

@@ -2,6 +2,8 @@
 
 import copy
 import pickle
+import subprocess
+import sys
 
 import pytest
 import timm
@@ -15,7 +17,7 @@ from deit_gka.figures.maps import attention_maps
 from deit_gka.model.attention import ATTENTION, kind_of
 from deit_gka.model.checkpoints import build
 from deit_gka.model.plain import plain
-from deit_gka.model.registry import MODELS, model_name
+from deit_gka.model.registry import MODELS, attention_by_layer, model_name
 from gka import KINDS, GaussianKernelAttention, testing
 from sharding import check_trains_as_in_bfloat16, process_group
 from tiny_vit import SMALL, assert_as_exact, create, kinds, small
@@ -47,7 +49,7 @@ def test_every_registered_model_has_its_kind_and_heads(model, images):
 @pytest.mark.parametrize("pattern,expected", [("GGGA", "GGGAG"), ("agv", "AGVAG"), ("softmax", "AAAAA")])
 @pytest.mark.parametrize("name", ["deit_tiny_vlt_distilled_patch16_224", "vit_tiny_r_s16_p8_224", SOFTMAX])
 def test_pattern_is_tiled_over_the_layers_of_ours_and_timms(name, pattern, expected):
-    assert kinds_of(timm.create_model(name, attn_layer=pattern, depth=5, device="meta")) == expected
+    assert kinds_of(timm.create_model(name, attn_layer=attention_by_layer(pattern), depth=5, device="meta")) == expected
 
 
 def test_settings_belong_to_their_kind_and_to_one_model():
@@ -130,6 +132,23 @@ def test_models_are_pickled_copied_saved_exported_and_written_plainly(case, tmp_
     assert_as_exact(model, plain(model)(images), images)
     maps = attention_maps(model, images)
     assert all(layer.error < 1e-5 for layer in maps) and "".join(KINDS[layer.kind].letter for layer in maps) == letters
+
+
+FUNCTIONS_OF_TIMM = """
+import sys, timm, timm.data, timm.models
+modules = {name: module for name, module in sys.modules.items() if name.partition(".")[0] == "timm"}
+before = {(place, name): v for place, module in modules.items() for name, v in vars(module).items() if callable(v)}
+import deit_gka
+changed = [place for place, v in before.items() if getattr(modules[place[0]], place[1]) is not v]
+vit = timm.create_model("vit_tiny_patch16_224", attn_layer="gka", depth=2)
+print(len(before) > 1000, changed, type(vit.blocks[1].attn) is deit_gka.registry.ATTENTION["gka"])
+"""
+
+
+def test_importing_the_package_replaces_no_function_of_timm():
+    """In a process of its own: timm's table of attention layers gains rows, and nothing else changes."""
+    done = subprocess.run([sys.executable, "-c", FUNCTIONS_OF_TIMM], capture_output=True, text=True, check=True)
+    assert done.stdout == "True [] True\n"
 
 
 def test_softmax_model_is_timms_own(tmp_path):
