@@ -33,6 +33,10 @@ def test_digits_are_split_by_class_and_scaled_to_255():
     assert len(names) == 1797 and all(abs(counts["train"][k] - 2 * counts["val"][k]) <= 2 for k in range(10))
 
 
+OF_SYSTEMS = ["a_cat/.cache/9.png", ".trash/9.png", "@eaDir/2.JPEG@SynoEAStream/9.png", "a_cat/@eaDir/7.tiff.png",
+              "#recycle/9.png", "lost+found/9.png", "__MACOSX/b_dog/9.png", "b_dog/deep/__MACOSX/9.png"]  # fmt: skip
+
+
 @pytest.fixture
 def folder(tmp_path) -> Path:
     def red(value, form, **options):
@@ -43,9 +47,10 @@ def folder(tmp_path) -> Path:
         "train/b_dog/1.png": png(1),
         "train/b_dog/deep/er/0.WebP": red(0, "WEBP", lossless=True),
         "train/a_cat/7.tiff": red(7, "TIFF"),
+        "train/a_cat/8.jp2": red(8, "JPEG2000"),
         "validation/a_cat/3.bmp": red(3, "BMP"),
         "validation/b_dog/4.ppm": red(4, "PPM"),
-        **dict.fromkeys(("train/a_cat/.hidden.png", "train/a_cat/.cache/9.png", "train/.trash/9.png"), png(99)),
+        **{f"train/{name}": png(99) for name in ("a_cat/.hidden.png", *OF_SYSTEMS)},
         **{f"train/a_cat/{name}": b"not an image" for name in ("notes.txt", "1.heic", "2.HEIC", "README")},
     }
     for name, content in files.items():
@@ -56,9 +61,11 @@ def folder(tmp_path) -> Path:
 def test_folder(folder):
     train, val = open_source(str(folder), "train"), open_source(str(folder), "val")
     assert train.classes == val.classes == ["a_cat", "b_dog"]
-    assert contents(train) == [(7, 0), (1, 1), (2, 1), (0, 1)] and contents(val) == [(3, 0), (4, 1)]
-    assert train.read(1)[2] == str(folder / "train/b_dog/1.png")
-    assert (train.ignored, val.ignored) == ({".txt": 1, ".heic": 2, "without an extension": 1}, {})
+    assert contents(train) == [(7, 0), (8, 0), (1, 1), (2, 1), (0, 1)] and contents(val) == [(3, 0), (4, 1)]
+    assert train.read(2)[2] == str(folder / "train/b_dog/1.png")
+    folders = {".cache/": 1, ".trash/": 1, "@eaDir/": 2, "#recycle/": 1, "lost+found/": 1, "__MACOSX/": 2}
+    assert (train.ignored, val.ignored) == ({".txt": 1, ".heic": 2, "without an extension": 1, **folders}, {})
+    assert len(check_classes(train, val)) == 1  # one line
     reference = ImageFolder(str(folder / "validation"))
     assert val.classes == reference.classes
     assert [(val.read(i)[2], val.read(i)[1]) for i in range(len(val))] == reference.samples
@@ -217,9 +224,14 @@ def test_damaged_tars_are_named(tars):
         source.read(4)
 
 
-@pytest.mark.parametrize("note", [None, ("a.cls", b"dog"), ("a.cls", b"-1"), ("a.json", b"{}"), ("a.json", b"[1]")])
-def test_tars_need_labels(tmp_path, note):
-    write_tar(tmp_path / "train-0.tar", [("a.jpg", png(1)), *([note] if note else [])])
+JSON = [b"{}", b"[1]", b'{"label": 1e999}', b'{"label": 1.5}', b"[" * 100_000, b'{"label": ' * 100_000]
+
+
+@pytest.mark.parametrize(
+    "notes", [{}, *({"cls": text} for text in (b"dog", b"-1")), *({"json": text} for text in JSON)]
+)
+def test_tars_need_labels(tmp_path, notes):
+    write_tar(tmp_path / "train-0.tar", [("a.jpg", png(1)), *((f"a.{kind}", text) for kind, text in notes.items())])
     assert "train-0.tar: image a has" in error(f"wds:{tmp_path}")
 
 
@@ -240,6 +252,8 @@ KEYS = {  # the members of a tar, the images, what is not used
     "folders": (["a.b/0.jpg", "a.b/0.cls", "./c/0.jpg", "./c/0.cls"], [(0, 0, "a.b/0"), (2, 1, "./c/0")], {}),
     "twice": (["0.jpg", "0.JPG", "0.cls", "README", ".x.jpg", "0.heic", "1.jpg", "1.cls"], [(0, 0, "0"), (6, 1, "1")],
               {".jpg once more": 1, "without an extension": 1, "hidden": 1, ".heic": 1}),
+    "systems": (["a/0.jpg", "a/0.cls", "a/._0.jpg", "a/._0.cls", "__MACOSX/a/0.jpg", "a/@eaDir/0.jpg"], [(0, 0, "a/0")],
+                {"hidden": 2, "__MACOSX/": 1, "@eaDir/": 1}),
 }  # fmt: skip
 
 

@@ -185,6 +185,31 @@ def test_numbers_are_classes_up_to_the_largest_of_training(form, tmp_path):
         records_of(open_source(f"{form}:{tmp_path}", "val"))
 
 
+@forms
+@pytest.mark.parametrize("columns, parts", [
+    (("image", "label"), {}), (("scan", "animal"), dict(input_key="scan", target_key="animal")),
+], ids=["usual", "named"])  # fmt: skip
+def test_labels_may_be_names_and_images_paths(form, columns, parts, tmp_path):
+    """Classes are the names in the training images, sorted; paths begin in the folder of the data."""
+    text, names = datasets.Value("string"), ["zebra", "ant", "cat"]
+    for split, count in (("train", 9), ("validation", 4)):
+        for value in range(count):
+            write(tmp_path / f"scans/{split}{value}.png", png(value))
+        paths = [f"scans/{split}{value}.png" for value in range(count)]
+        paths[0] = str(tmp_path / paths[0])
+        values = dict(zip(columns, (paths, [names[value % 3] for value in range(count)])))
+        write_parquet(tmp_path, split, [count], features=dict.fromkeys(columns, text), **values)
+    for split, count in (("train", 9), ("val", 4)):
+        source = open_source(f"{form}:{tmp_path}", split, DataParts(**parts))
+        assert source.classes == ["ant", "cat", "zebra"]
+        assert values_and_labels(source) == [(value, (2, 0, 1)[value % 3]) for value in range(count)]
+    write_parquet(
+        tmp_path, "validation", [1], features=dict.fromkeys(columns, text), **dict(zip(columns, (["a"], ["dog"])))
+    )
+    with one_line_error("the label dog"):
+        records_of(open_source(f"{form}:{tmp_path}", "val", DataParts(**parts)))
+
+
 @pytest.fixture(scope="module")
 def configurations(tmp_path_factory):
     """Two, of 12 and 24 training images with two columns of labels; 9 images of test."""

@@ -22,7 +22,7 @@ from trainkit_gka.checkpoint import write_tensors
 from trainkit_gka.files import atomic
 
 SWITCH = "GKA_KEEP_LISTS"  # 0: neither read nor write them
-FORMAT = "3"
+FORMAT = "4"
 WORTH_KEEPING = 1.0  # seconds that reading a list takes; shorter ones are read every time
 SETTLED = 2.0  # seconds since the last change: file systems count time in steps of up to two seconds
 PLACES, STAMPS = ("places.text", "places.ends"), "places.stamps"

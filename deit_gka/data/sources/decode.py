@@ -6,14 +6,17 @@ import warnings
 from io import BytesIO
 
 import numpy as np
-from PIL import Image, ImageOps
+from PIL import Image, ImageOps, features
 
 from trainkit_gka.cli import reason_of
 
 Image.init()  # Pillow's formats; not all of them are taken: for EPS it would run Ghostscript
 FORMATS = tuple(form for form in ("JPEG", "PNG", "PPM", "BMP", "TIFF", "WEBP", "GIF", "AVIF") if form in Image.OPEN)
+FORMATS += ("JPEG2000",) * features.check("jpg_2000")
 # Of image files; their format is told by content. Pixels of .pfm have no known range.
 EXTENSIONS = frozenset(end for end, form in Image.registered_extensions().items() if form in FORMATS) - {".pfm"}
+# What file servers, file systems and archives make beside users' files.
+SYSTEM_FOLDERS = {"@eaDir", "@tmp", "@Recycle", "#recycle", "#snapshot", "lost+found", "__MACOSX", "$RECYCLE.BIN"}
 
 
 class BrokenImage(Exception):
@@ -23,6 +26,11 @@ class BrokenImage(Exception):
 def is_image(path: str) -> bool:
     """Whether a file's name is an image's."""
     return os.path.splitext(path)[1].lower() in EXTENSIONS
+
+
+def is_system_folder(name: str) -> bool:
+    """Whether a folder of this name is hidden or of a system: nothing in it is a class or an image."""
+    return name in SYSTEM_FOLDERS or (name.startswith(".") and name.strip(".") != "")
 
 
 def decode(data: bytes | Image.Image, upright: bool = False) -> Image.Image:
@@ -43,7 +51,7 @@ def decode(data: bytes | Image.Image, upright: bool = False) -> Image.Image:
     except (MemoryError, BrokenImage):
         raise
     except Image.UnidentifiedImageError:
-        raise BrokenImage("not a JPEG, PNG, PPM, BMP, TIFF, WebP, GIF or AVIF image") from None
+        raise BrokenImage("not a JPEG, JPEG 2000, PNG, PPM, BMP, TIFF, WebP, GIF or AVIF image") from None
     except Exception as error:  # Pillow raises SyntaxError, ValueError, struct.error and more
         raise BrokenImage(reason_of(error)) from None
 

@@ -14,7 +14,7 @@ import torch
 from deit_gka.data.sources.base import ImageSource, Record, listing, packed, tracked, unpacked
 from deit_gka.data.sources.cache import Note, Tensors, cached
 from deit_gka.data.sources.classes import in_order
-from deit_gka.data.sources.decode import EXTENSIONS, is_image
+from deit_gka.data.sources.decode import EXTENSIONS, is_image, is_system_folder
 from trainkit_gka.cli import UserError
 
 LINK = "link to a folder of these"
@@ -33,7 +33,8 @@ class Folder(ImageSource):
         names = [name for name in is_link if not is_link[name] or links.follow(folder / name)]
         links.add(folder, *splits)
         super().__init__(name, split, in_order(names))
-        loose = [entry.name for entry in os.scandir(folder) if not entry.name.startswith(".") and not entry.is_dir()]
+        entries = [*os.scandir(folder)]
+        loose = [entry.name for entry in entries if not entry.name.startswith(".") and not entry.is_dir()]
         if not self.classes and any(map(is_image, loose)):
             flat = f"{folder} has images but no class folders (as ImageNet's val comes)"
             raise UserError(f"{flat}; sort them into {folder.name}/<class>/ as in train/")
@@ -41,6 +42,7 @@ class Folder(ImageSource):
         tensors = cached(key, lambda note: _read(folder, names, f"{split}: listing images", note, links))
         self._paths, self.ignored = unpacked(tensors)
         self.ignored += Counter(map(kind_of, loose))
+        self.ignored.update(f"{entry.name}/" for entry in entries if is_system_folder(entry.name) and entry.is_dir())
         self.ignored.update(f"class {name} ({LINK})" for name in sorted(is_link.keys() - set(names)))
         if not self._paths:
             wanted = f"<class>/*{{{','.join(sorted(EXTENSIONS))}}}"
@@ -71,7 +73,7 @@ def class_folders(folder: Path) -> dict[str, bool]:
     They are sorted as text: the images are listed in this order, whatever their numbers.
     """
     entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
-    return {entry.name: entry.is_symlink() for entry in entries if not entry.name.startswith(".") and entry.is_dir()}
+    return {entry.name: entry.is_symlink() for entry in entries if not is_system_folder(entry.name) and entry.is_dir()}
 
 
 def kind_of(name: str) -> str:
@@ -123,14 +125,17 @@ def _read(folder: Path, classes: list[str], description: str, note: Note, links:
 
 
 def _images_under(folder: str, note: Note, unused: Counter[str], links: Links) -> list[str]:
-    """Paths of the images in `folder` and below. Counts other files in `unused`."""
+    """Paths of the images in `folder` and below. Counts other files, and folders of systems, in `unused`."""
     images, folders = [], []
     note(folder)
     for entry in os.scandir(folder):
-        if entry.name.startswith("."):
-            continue
         if entry.is_dir():
-            folders.append((entry.path, entry.is_symlink()))
+            if is_system_folder(entry.name):
+                unused[f"{entry.name}/"] += 1
+            else:
+                folders.append((entry.path, entry.is_symlink()))
+        elif entry.name.startswith("."):
+            continue
         elif is_image(entry.name):
             images.append(entry.path)
         else:

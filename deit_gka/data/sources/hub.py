@@ -4,17 +4,21 @@ import contextlib
 import functools
 import os
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from deit_gka.data.sources.base import MAX_CLASSES, NONE, DataParts, ImageSource, Record
+from deit_gka.data.sources.classes import in_order
 from trainkit_gka import extras
 from trainkit_gka.cli import PassingFault, UserError, flag_of, is_network, reason_of
 
 HUB_SPLITS = {"train": ("train",), "val": ("validation", "val", "valid")}
-LABEL_NAMES = ("label", "labels")  # of columns whose numbers are classes without --target-key
+LABEL_NAMES = ("label", "labels")  # of columns whose numbers or names are classes without --target-key
+PATH_NAMES = ("image", "image_path", "file_name", "filename", "path")  # of columns of paths without --input-key
+TEXT = ("string", "large_string", "string_view")
 SHUFFLE_BUFFER = 1000  # records of a stream
 
 
@@ -25,23 +29,20 @@ class Hub(ImageSource):
     """
 
     def __init__(self, data: str, split: str, name: str, parts: DataParts = NONE):
-        self._dataset, self._image, self._label, classes = _load(data, split, name, parts, streaming=False)
-        super().__init__(data, split, classes)
-        labels = self._dataset.data.column(self._label)
+        self._table = _load(data, split, name, parts, streaming=False)
+        super().__init__(data, split, self._table.classes)
+        labels = self._table.dataset.data.column(self._table.label)
         if not len(labels):
             raise UserError(f"{data} has no images in {split}; use another copy of it")
-        values = labels.unique().to_pylist()
-        if labels.null_count or min(values) < 0:
-            raise UserError(f"{data} has images without labels in {split}; use another copy of it")
-        _check_known(max(values), classes, f"{data} in {split}")
+        for value in labels.unique().to_pylist():
+            self._table.number(value, f"{data} in {split}")
 
     def __len__(self) -> int:
-        return len(self._dataset)
+        return len(self._table.dataset)
 
     def read(self, index: int) -> Record:
-        row = self._dataset[index]
-        image = row[self._image]
-        return _encoded(image), row[self._label], (image or {}).get("path") or f"{self.name}, image {index}"
+        image, label, name = self._table.parts(self._table.dataset[index], f"{self.name}, image {index}")
+        return self._table.encoded(image), label, name
 
 
 class ImageStream:
@@ -49,8 +50,9 @@ class ImageStream:
 
     def __init__(self, data: str, split: str, name: str, parts: DataParts = NONE):
         self.name, self.split = data, split
-        self._dataset, self._image, self._label, self.classes = _load(data, split, name, parts, streaming=True)
-        info = (self._dataset.info.splits or {}).get(str(self._dataset.split))
+        self._table = _load(data, split, name, parts, streaming=True)
+        self.classes, dataset = self._table.classes, self._table.dataset
+        info = (dataset.info.splits or {}).get(str(dataset.split))
         self.length: int | None = (info and info.num_examples) or None
 
     def __len__(self) -> int:
@@ -67,7 +69,7 @@ class ImageStream:
         """
         from datasets.distributed import split_dataset_by_node
 
-        dataset, training = self._dataset, self.split == "train"
+        dataset, training = self._table.dataset, self.split == "train"
         if training:  # a new generator: set_epoch would be shared with other passes
             dataset = dataset.shuffle(generator=np.random.default_rng((seed, epoch)), buffer_size=SHUFFLE_BUFFER)
         # Whole shards, if that makes fair parts; otherwise every rank reads everything and keeps its share.
@@ -86,28 +88,56 @@ class ImageStream:
             raise PassingFault(message) from None
 
     def _record(self, row: dict, name: str) -> Record:
-        image, label = row[self._image], row[self._label]
-        name = (image or {}).get("path") or name
-        if label is None or label < 0:
-            raise UserError(f"{name} has no label; use another copy of {self.name}")
-        _check_known(label, self.classes, name)
+        image, label, name = self._table.parts(row, name)
         try:
-            return _encoded(image), label, name
+            return self._table.encoded(image), label, name
         except (FileNotFoundError, PermissionError) as error:  # one file; a lost network is another matter
             return b"", label, f"{name} ({reason_of(error)})"
 
 
-def _check_known(label: int, classes: list[str], where: str) -> None:
-    """Raises UserError for a label that no training image has."""
-    if label >= len(classes):
-        raise UserError(f"{where} has the label {label}, above the last of the training images, {len(classes) - 1}")
+@dataclass
+class Table:
+    """A dataset of undecoded images and labels, the columns of either, and the classes."""
+
+    dataset: Any
+    image: str
+    label: str
+    classes: list[str]
+    numbers: dict[str, int] | None  # of the classes, where labels are names
+    folder: str  # in which paths of images begin: a local one, or hf://datasets/NAME
+
+    def parts(self, row: dict, name: str) -> tuple[dict | None, int, str]:
+        """Image, label and name of a record; `name` if the image has none. Raises UserError as `number`."""
+        image = row[self.image]
+        name = (image or {}).get("path") or name
+        return image, self.number(row[self.label], name), name
+
+    def number(self, label: int | str | None, where: str) -> int:
+        """The number of a label's class. Raises UserError if it is missing, or no training image has it."""
+        number = label if self.numbers is None or label is None else self.numbers.get(label, len(self.classes))
+        if number is None or number < 0:
+            raise UserError(f"{where} has no label; an image without labels cannot serve: use another copy of the data")
+        if number >= len(self.classes):
+            last = self.classes[-1] if self.classes else "none"
+            raise UserError(f"{where} has the label {label}, but no training image has; their last is {last}")
+        return number
+
+    def encoded(self, image: dict | None) -> bytes:
+        """The file in a record. Raises OSError."""
+        if image is None or image["bytes"] is not None:
+            return image["bytes"] if image else b""
+        path = image["path"]
+        inside = path if "://" in path else os.path.join(self.folder, path)
+        if "://" not in inside:
+            return Path(inside if os.path.exists(inside) else path).read_bytes()
+        import fsspec
+
+        with fsspec.open(inside, "rb") as file:
+            return file.read()
 
 
-def _load(data: str, split: str, name: str, parts: DataParts, streaming: bool) -> tuple[Any, str, str, list[str]]:
-    """A dataset of undecoded images and labels, the columns of either, and the classes.
-
-    Raises UserError; PassingFault if the hub cannot be reached.
-    """
+def _load(data: str, split: str, name: str, parts: DataParts, streaming: bool) -> Table:
+    """Raises UserError; PassingFault if the hub cannot be reached."""
     if reason := extras.missing("vision", "datasets"):
         raise UserError(f"{data}: {reason}")
     import datasets
@@ -130,12 +160,16 @@ def _load(data: str, split: str, name: str, parts: DataParts, streaming: bool) -
         features = dataset.features or {}
         image = _column(data, features, parts.input_key, "input_key")
         label = _column(data, features, parts.target_key, "target_key")
+        numbers = None
         if isinstance(features[label], datasets.ClassLabel):
             classes = features[label].names
         else:
-            classes = _numbered(data, label, load, _known(parts, "train", splits) or chosen)
+            classes = _unnamed(data, label, load, _known(parts, "train", splits) or chosen)
+            if features[label].dtype in TEXT:
+                numbers = {name: number for number, name in enumerate(classes)}
         dataset = dataset.select_columns([image, label]).cast_column(image, datasets.Image(decode=False))
-    return dataset, image, label, classes
+    folder = os.path.abspath(path) if os.path.isdir(path) else f"hf://datasets/{name}"
+    return Table(dataset, image, label, classes, numbers, folder)
 
 
 @contextlib.contextmanager
@@ -181,36 +215,38 @@ def _known(parts: DataParts, split: str, splits: list[str]) -> str | None:
 def _column(data: str, features: dict, name: str, field: str) -> str:
     """The column called `name`, or without a name the only one of its kind. Raises UserError that lists the columns.
 
-    Numbers are classes if the column is named, or has a usual name.
+    Numbers and strings are classes, and strings are paths of images, if the column is named or has a usual name.
     """
     import datasets
 
     def of(*kinds: type) -> list[str]:
         return [column for column, feature in features.items() if isinstance(feature, kinds)]
 
+    values = {column: features[column].dtype for column in of(datasets.Value)}
+    texts = [column for column, dtype in values.items() if dtype in TEXT]
+    numbers = [column for column, dtype in values.items() if dtype.startswith(("int", "uint"))]
     if field == "input_key":
-        kind, needs, fitting = "images", "Image", of(datasets.Image)
+        kind, needs, fitting, names = "images", "Image, or string for paths", of(datasets.Image), PATH_NAMES
         usual = fitting
     else:
-        kind = "classes"
-        needs = "ClassLabel or whole numbers"
-        named = of(datasets.ClassLabel)
-        numbers = [column for column in of(datasets.Value) if features[column].dtype.startswith(("int", "uint"))]
-        fitting = named + numbers
-        usual = named + [column for column in numbers if column in LABEL_NAMES]
-    if name in fitting:
+        kind, needs, names = "classes", "ClassLabel, whole numbers or string", LABEL_NAMES
+        fitting = of(datasets.ClassLabel)
+        usual, fitting = fitting + [column for column in numbers if column in names], fitting + numbers
+    usual = usual or [column for column in texts if column in names]
+    if name in fitting + texts:
         return name
     if not name and len(usual) == 1:
         return usual[0]
     has = f"no column {name!r}" if name else "several columns" if usual else "no column"
-    types = {column: getattr(features[column], "dtype", "") for column in of(datasets.Value)}
-    columns = ", ".join(f"{column} ({types.get(column, type(features[column]).__name__)})" for column in features)
+    columns = ", ".join(f"{column} ({values.get(column, type(features[column]).__name__)})" for column in features)
     columns = columns or "it has no columns (if it is tars, download them and use wds:FOLDER)"
     raise UserError(f"{data} has {has} of {kind} ({needs}); choose by {flag_of(field)}: {columns}")
 
 
-def _numbered(data: str, label: str, load: Callable, split: str) -> list[str]:
-    """The classes of labels without names: 0 to the largest of the training images."""
+def _unnamed(data: str, label: str, load: Callable, split: str) -> list[str]:
+    """The classes of a column that does not list them: 0 to the largest number of the training images, or their names,
+    in order.
+    """
     if not load.keywords["streaming"]:
         values = load(split=split).data.column(label).unique().to_pylist()
     else:
@@ -219,19 +255,10 @@ def _numbered(data: str, label: str, load: Callable, split: str) -> list[str]:
         except (TypeError, ValueError):
             dataset = load(split=split).select_columns([label])
         values = (row[label] for row in dataset)
-    last = max((value for value in values if value is not None), default=-1)
+    values = {value for value in values if value is not None}
+    if values and all(isinstance(value, str) for value in values):
+        return in_order(values)
+    last = max(values, default=-1)
     if not 0 <= last < MAX_CLASSES:
         raise UserError(f"{data}: the largest {label} is {last}; classes are numbers from 0 to {MAX_CLASSES - 1:,}")
     return [str(number) for number in range(last + 1)]
-
-
-def _encoded(image: dict | None) -> bytes:
-    """The file in a record. Raises OSError."""
-    if image is None or image["bytes"] is not None:
-        return image["bytes"] if image else b""
-    if "://" not in image["path"]:
-        return Path(image["path"]).read_bytes()
-    import fsspec
-
-    with fsspec.open(image["path"], "rb") as file:
-        return file.read()

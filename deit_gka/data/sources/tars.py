@@ -18,7 +18,7 @@ import torch
 
 from deit_gka.data.sources.base import MAX_CLASSES, NONE, DataParts, ImageSource, Record, packed, tracked, unpacked
 from deit_gka.data.sources.cache import Note, Tensors, cached
-from deit_gka.data.sources.decode import EXTENSIONS, is_image
+from deit_gka.data.sources.decode import EXTENSIONS, is_image, is_system_folder
 from trainkit_gka.cli import UserError, reason_of
 
 USUAL_WORDS = ("train", "val", "eval")  # the first that starts a word: "retrieval-train-0.tar" is training data
@@ -129,12 +129,17 @@ def _samples(tar: tarfile.TarFile, unused: Counter[str]) -> dict[str, Members]:
     samples: dict[str, Members] = {}
     for member in tar:
         match = KEY.fullmatch(member.name)
+        *folders, name = member.name.split("/")
         if member.isdir():
             continue
         if not member.isreg() or member.issparse():
             unused["links"] += 1
+        elif systems := list(filter(is_system_folder, folders)):
+            unused[f"{systems[0]}/"] += 1
+        elif name.startswith("."):
+            unused["hidden"] += 1
         elif not match:
-            unused["hidden" if os.path.basename(member.name).startswith(".") else "without an extension"] += 1
+            unused["without an extension"] += 1
         elif (suffix := match[2].lower()) in (members := samples.setdefault(match[1], {})):
             unused[f".{suffix} once more"] += 1
         else:
@@ -180,10 +185,12 @@ def _label(path: str, key: str, file: int, suffix: str, members: Members) -> int
         if suffix.rpartition(".")[2] == "json":
             note = json.loads(content)
             content = note["label"] if "label" in note else note["cls"]
+            if isinstance(content, float) and not content.is_integer():  # such as Infinity
+                raise ValueError
         label = int(content)
         if 0 <= label < MAX_CLASSES:
             return label
-    except (KeyError, TypeError, ValueError):
+    except (KeyError, TypeError, ValueError, RecursionError):
         pass
     beside = f'{key}.cls, an integer from 0 to {MAX_CLASSES - 1}, or {key}.json with "label"'
     one_class = "tars without labels, one per class, have to be unpacked into train/<class>/"
