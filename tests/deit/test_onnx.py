@@ -1,7 +1,5 @@
 """Vision models as ONNX in onnxruntime."""
 
-import importlib.util
-
 import pytest
 import timm
 import torch
@@ -15,10 +13,7 @@ from tiny_vit import SMALL, assert_as_exact, small
 from trainkit_gka import onnx
 from trainkit_gka.cli import UserError
 
-needs_onnx = pytest.mark.skipif(
-    any(importlib.util.find_spec(name) is None for name in onnx.NEEDED),
-    reason='needs the extra: pip install -e ".[onnx]"',
-)
+needs_onnx = pytest.mark.skipif(bool(onnx.missing()), reason=onnx.missing())
 IMAGES = {"input_size": (3, 32, 32)}
 BATCHES = [(1, 3, 32, 32), (2, 3, 32, 32), (5, 3, 32, 32)]
 CASES = {
