@@ -11,15 +11,9 @@ from deit_gka.figures.maps import attended_distances
 from deit_gka.figures.sheet import grouped
 from deit_gka.figures.subjects import ImageSubject
 from trainkit_gka.figures.charts import heat_map, lines
-from trainkit_gka.figures.measures import by_head, effective_tokens, median_distance
-from trainkit_gka.figures.sheet import legend_beside, plain, save, sheet
+from trainkit_gka.figures.measures import by_head, effective_tokens
+from trainkit_gka.figures.sheet import legend_beside, plain, sheet
 from trainkit_gka.plots import BLACK, Figure
-
-
-def relative_bandwidths(subject: ImageSubject) -> np.ndarray:
-    """σ over the median distance of two tokens of that layer and head, (L, H); NaN in layers without σ."""
-    ratios = [None if s.sigma is None else s.sigma / median_distance(s.features) for s in subject.layers]
-    return by_head(ratios, subject.num_heads)
 
 
 def numbers_of(subjects: Sequence[ImageSubject], ranked: bool) -> np.ndarray:
@@ -27,7 +21,7 @@ def numbers_of(subjects: Sequence[ImageSubject], ranked: bool) -> np.ndarray:
 
     ranked: heads are sorted by σ in every layer, by effective tokens in layers without σ.
     """
-    relative = np.mean([relative_bandwidths(subject) for subject in subjects], axis=0)
+    relative = np.mean([subject.sigmas / subject.median_distances for subject in subjects], axis=0)
     widths = [by_head([effective_tokens(s.weights) for s in each.layers], each.num_heads) for each in subjects]
     numbers = np.stack([subjects[0].sigmas, relative, np.mean(widths, axis=0)])
     if not ranked:
@@ -44,7 +38,6 @@ def draw_bandwidths(subjects: Sequence[ImageSubject], folder: Path) -> list[Figu
     about = subjects[0].about
     runs = grouped([subject for subject in subjects if about in (subject.about, subject.repeats)], "about")
     first = runs[0][0]
-    title = "Learned bandwidths"
     several = len(runs) > 1
     every = np.stack([numbers_of(run, ranked=several) for run in runs])
     (sigma, relative, effective), low, high = every.mean(0), every.min(0), every.max(0)
@@ -66,9 +59,9 @@ def draw_bandwidths(subjects: Sequence[ImageSubject], folder: Path) -> list[Figu
         f"{', '.join(subject.image for subject in runs[0])}. σ alone cannot be compared across layers."
     )
     cell = (max(5.2, 0.48 * depth), max(2.3, 0.25 * first.num_heads))
-    figure, axes = sheet(2, 2, cell, title, text, margins=(0.7, 0.9, 0.75, 0.5), gaps=(1.95, 0.85))
-    heat_map(figure, axes[0, 0], sigma, "(a) σ")
-    heat_map(figure, axes[0, 1], relative, "(b) σ / median distance")
+    save, axes = sheet(2, 2, cell, "Learned bandwidths", text, margins=(0.7, 0.9, 0.75, 0.5), gaps=(1.95, 0.85))
+    heat_map(axes[0, 0], sigma, "(a) σ")
+    heat_map(axes[0, 1], relative, "(b) σ / median distance")
     lines(axes[1, 0], sigma, "(c) σ over depth", "σ", spread[0], name)
     if len(starts) == 1:
         axes[1, 0].axhline(starts[0], color=BLACK, linestyle="--", linewidth=1, label=f"initial, {starts[0]:.2f}")
@@ -86,7 +79,7 @@ def draw_bandwidths(subjects: Sequence[ImageSubject], folder: Path) -> list[Figu
         }
         for layer, head in np.ndindex(sigma.shape)
     ]
-    return [Figure(save(figure, folder / "sigma.png"), title, text, rows)]
+    return [save(folder / "sigma.png", rows)]
 
 
 def draw_distances(subjects: Sequence[ImageSubject], folder: Path) -> list[Figure]:
@@ -101,9 +94,8 @@ def draw_distances(subjects: Sequence[ImageSubject], folder: Path) -> list[Figur
         f"{' × '.join(map(str, first.pixels.shape[:2]))}; mean over patches and over {images}. Dashed: uniform "
         f"attention, {uniform[0]:.1f}. Dotted: one patch, {first.tokens.patch[1]}."
     )
-    title = "Mean attended distance"
     width = 7 if len(models) == 1 else 4
-    figure, axes = sheet(1, len(models), (width, 3.2), title, text, (0.8, 1.5, 0.75, 0.6), (0.5, 0.06))
+    save, axes = sheet(1, len(models), (width, 3.2), "Mean attended distance", text, (0.8, 1.5, 0.75, 0.6), (0.5, 0.06))
     rows, top = [], 0.0
     for axis, of_model, expected in zip(axes[0], models, uniform):
         subject, distances = of_model[0], mean_distances(of_model)
@@ -120,7 +112,7 @@ def draw_distances(subjects: Sequence[ImageSubject], folder: Path) -> list[Figur
         axis.set_ylim(0, top)
     axes[0, 0].set_ylabel("pixels")
     legend_beside(axes[0, -1], like=max(axes[0], key=lambda axis: len(axis.lines)))
-    return [Figure(save(figure, folder / "distance.png"), title, text, rows)]
+    return [save(folder / "distance.png", rows)]
 
 
 def mean_distances(subjects: Sequence[ImageSubject]) -> torch.Tensor:

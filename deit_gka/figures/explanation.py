@@ -13,7 +13,7 @@ from deit_gka.figures.matrices import matrix_picture, off_diagonal
 from deit_gka.figures.sheet import BOX, by_image, caption, frame
 from deit_gka.figures.subjects import ImageSubject
 from gka import KINDS, attention_cost, gaussian_weights
-from trainkit_gka.figures.sheet import bare, coloured, linear, logarithmic, save, sheet
+from trainkit_gka.figures.sheet import bare, coloured, linear, logarithmic, sheet
 from trainkit_gka.plots import Figure
 
 FACTORS = (0.5, 1.0, 2.0)  # of the model's own sigma
@@ -73,7 +73,7 @@ def _draw_operator(subject: ImageSubject, path: Path) -> Figure:
         "operator sums features; the sum of the patches' pixels is shown because it can be seen.",
     )
     title, table = "Gaussian kernel attention on a few tokens", []
-    figure, axes = sheet(3, 5, (1.9, 1.9), title, text, (0.3, 0.25, 0.95, 0.45), (0.62, 0.5))
+    save, axes = sheet(3, 5, (1.9, 1.9), title, text, (0.3, 0.25, 0.95, 0.45), (0.62, 0.5))
     _draw_patches(axes[:, 0], subject, places, pieces)
     for row, factor in zip(axes, FACTORS):
         affinities, weights = few_weights(features[chosen], factor * sigma)
@@ -93,7 +93,7 @@ def _draw_operator(subject: ImageSubject, path: Path) -> Figure:
     titles = ("tokens", "1. affinities K", "2. rows ÷ their sum: W", "3. row i of W", "4. output of i: Σ_j W_ij x_j")
     for axis, words in zip(axes[0], titles):
         axis.set_title(words, fontsize=9)
-    return Figure(save(figure, path), title, text, table)
+    return save(path, table)
 
 
 def _draw_patches(axes, subject: ImageSubject, places: dict[str, tuple], pieces: Sequence[np.ndarray]) -> None:
@@ -140,7 +140,7 @@ def draw_block(subjects: Sequence[ImageSubject], folder: Path) -> list[Figure]:
         f"of layer {number}, head 1, on the image {subject.image}, its diagonal grey."
     )
     title = "The block: projections, or the kernel"
-    figure, axes = sheet(1, 2, (4.0, 5.2), title, text, (0.2, 0.2, 0.75, 0.1))
+    save, axes = sheet(1, 2, (4.0, 5.2), title, text, (0.2, 0.2, 0.75, 0.1))
     for axis, kind in zip(axes[0], MIXING):
         axis.set_title(f"{KINDS[kind].label}: {costs[kind]:,} parameters in attention", fontsize=9)
         _draw_column(axis, MIXING[kind])
@@ -151,7 +151,7 @@ def draw_block(subjects: Sequence[ImageSubject], folder: Path) -> list[Figure]:
     inset.set_xlabel("W", labelpad=2)
     bare(inset)
     rows = [{"attention": KINDS[kind].label, "parameters of attention": count} for kind, count in costs.items()]
-    return [Figure(save(figure, folder / "block.png"), title, text, rows)]
+    return [save(folder / "block.png", rows)]
 
 
 def _draw_column(axis, mixing: list[tuple[str, str]]) -> None:

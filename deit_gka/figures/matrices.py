@@ -113,5 +113,5 @@ def _draw_means(axes, subject: ImageSubject) -> list[dict]:
         above.set_xlabel(f"diagonal {mass:.3f}{words}, eff. {effective:.0f}", labelpad=2)
         rows.append({**place, "sigma": sigma, "diagonal mass": mass, "effective tokens": effective})
     for axis, norm in zip(axes[:, -1], scales):
-        scale(axis.figure, norm, axis, (1.06, 0, 0.06, 1))
+        scale(norm, axis, (1.06, 0, 0.06, 1))
     return rows

@@ -12,7 +12,7 @@ import torch
 from deit_gka.figures.maps import Tokens
 from deit_gka.figures.sheet import by_image, cell_size, smooth_map
 from deit_gka.figures.subjects import ImageSubject
-from trainkit_gka.figures.sheet import bare, from_zero, legend_beside, name_above, plain, save, scale, sheet
+from trainkit_gka.figures.sheet import bare, from_zero, legend_beside, name_above, plain, scale, sheet
 from trainkit_gka.plots import BLUE, GREEN, GREY, ORANGE, SKY, Figure
 
 DISCARD_RATIOS = (0.0, 0.5, 0.9)
@@ -77,7 +77,7 @@ def draw_rollout(subjects: Sequence[ImageSubject], folder: Path) -> list[Figure]
     )
     size = cell_size(subjects[0], 2.3)
     margins = (0.3, 0.75, 0.9, 0.32)
-    figure, axes = sheet(len(subjects), 1 + len(DISCARD_RATIOS), size, heading, text, margins, (0.06, 0.75))
+    save, axes = sheet(len(subjects), 1 + len(DISCARD_RATIOS), size, heading, text, margins, (0.06, 0.75))
     bare(axes)
     for axis, ratio in zip(axes[0, 1:], DISCARD_RATIOS):
         axis.set_title(f"discard ratio {ratio:g}", fontsize=9)
@@ -96,8 +96,8 @@ def draw_rollout(subjects: Sequence[ImageSubject], folder: Path) -> list[Figure]
             instead = f"{wanted:g} is empty, {ratio:g}: " if ratio < wanted else ""
             axis.set_xlabel(f"{instead}{share:.1%} on patches")
             table.append({"model": subject.model, "image": subject.image, "discard ratio": ratio, "on patches": share})
-        scale(figure, norm, row[-1], (1.04, 0, 0.06, 1), "× equal share")
-    return [Figure(save(figure, folder / "rollout.png"), heading, text, table)]
+        scale(norm, row[-1], (1.04, 0, 0.06, 1), "× equal share")
+    return [save(folder / "rollout.png", table)]
 
 
 # Deletion
@@ -161,14 +161,14 @@ def draw_deletion(subjects: Sequence[ImageSubject], folder: Path) -> list[Figure
     legend = 1.3 + (0.07 * max(map(len, names.values())) if len(names) > 1 else 0)
     margins = (0.95, legend, 0.75, 0.6)
     gaps = (legend + 0.75, 0.85)
-    figure, axes = sheet(-(-len(images) // across), across, (3.6, 2.6), title, text, margins, gaps)
+    save, axes = sheet(-(-len(images) // across), across, (3.6, 2.6), title, text, margins, gaps)
     for axis in axes.flat[len(images) :]:
         axis.set_visible(False)
     rows = [row for axis, models in zip(axes.flat, images) for row in _draw_panel(axis, models)]
     top = max(axis.get_ylim()[1] for axis in axes.flat[: len(images)])
     for axis in axes.flat:
         axis.set_ylim(0, top)
-    return [Figure(save(figure, folder / "deletion.png"), title, text, rows)]
+    return [save(folder / "deletion.png", rows)]
 
 
 def _draw_panel(axis, models: Sequence[ImageSubject]) -> list[dict]:

@@ -11,7 +11,7 @@ from torch import nn
 
 from deit_gka.figures.maps import LayerMaps
 from deit_gka.figures.subjects import ImageSubject
-from trainkit_gka.figures.sheet import CMAP, bare, label_layers, name_above, save, sheet
+from trainkit_gka.figures.sheet import CMAP, bare, label_layers, name_above, sheet
 from trainkit_gka.plots import Figure
 
 LAYERS, HEADING = 0.3, 0.28  # inches above a block: for the numbers of the layers, and for the name of the model
@@ -73,13 +73,14 @@ def draw_sheets(
         around = (left, right, top + heading, bottom + (len(models) - 1) * step)
         cell = (inches, inches) if square else cell_size(models[0], inches)
         text = caption(models, sentences)
-        figure, axes = sheet(sum(rows), across, cell, title, text, around, gaps)
+        save, axes = sheet(sum(rows), across, cell, title, text, around, gaps)
         bare(axes, fontsize=7)
         table = []
         for number, (block, subject) in enumerate(zip(np.split(axes, np.cumsum(rows)[:-1]), models)):
             for axis in block.flat:
                 box = axis.get_position()
-                axis.set_position((box.x0, box.y0 - number * step / figure.get_figheight(), box.width, box.height))
+                down = number * step / axis.figure.get_figheight()
+                axis.set_position((box.x0, box.y0 - down, box.width, box.height))
             before, block, after = np.split(block, [lead, lead + len(subject.layers)], axis=1)
             for row, axis in enumerate(before.flat):
                 axis.set_visible(row == image)
@@ -93,8 +94,7 @@ def draw_sheets(
             if heading:
                 name_above(block[0, 0], subject.model)
             table += draw(block, subject)
-        path = folder / f"{family}-{models[0].image}.png"
-        figures.append(Figure(save(figure, path), title, text, table))
+        figures.append(save(folder / f"{family}-{models[0].image}.png", table))
     return figures
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 from PIL import Image
-from timm.data import ImageNetInfo, infer_imagenet_subset, resolve_input_data_config
+from timm.data import ImageNetInfo, infer_imagenet_subset
 from timm.models import VisionTransformer
 from torch import nn
 
@@ -98,19 +98,14 @@ def of_timm(
 
     Raises UserError.
     """
-    parsed = checkpoints.parse_kwargs(kwargs)
     torch.manual_seed(0)
-    if pretrained:
-        checkpoints.timm_weights(name, "--model")  # says why there are none
-    model = checkpoints.build(name, pretrained=pretrained, **parsed).eval()
-    if checkpoint is not None:
-        checkpoints.load_file(checkpoint, model)
+    model = checkpoints.timm_model(name, kwargs, checkpoint, pretrained)
     source = checkpoint.name if checkpoint else "timm" if pretrained else "random"
     words = "random initialisation (seed 0)" if source == "random" else f"weights: {source}"
     label = " ".join([name, *kwargs])
     subset = infer_imagenet_subset(model)
     folder = re.sub(r"[^\w.=-]+", "_", f"{label} {Path(source).stem}")
-    settings = checkpoints.eval_settings(resolve_input_data_config(model))
+    settings = checkpoints.eval_settings(checkpoints.data_config(model, name))
     classes = ImageNetInfo(subset).label_descriptions() if subset else []
     return _at_size(DrawnModel(folder, f"{label}, {words}", model, settings, classes), image_size)
 

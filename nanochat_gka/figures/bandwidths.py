@@ -8,8 +8,7 @@ from matplotlib.colors import Normalize
 
 from nanochat_gka.figures.subjects import TextSubject, caption, rows_by_head
 from trainkit_gka.figures.charts import heat_map
-from trainkit_gka.figures.measures import by_head, median_distance
-from trainkit_gka.figures.sheet import legend_beside, name_above, save, scale, sheet
+from trainkit_gka.figures.sheet import legend_beside, name_above, scale, sheet
 from trainkit_gka.plots import Figure, shades
 
 ACROSS = 5  # panels of layers beside each other
@@ -18,7 +17,7 @@ ACROSS = 5  # panels of layers beside each other
 def _panels(models: Sequence[tuple], draw: Callable, title: str, words: str, x: str, y: str):
     """A sheet with a panel for every layer of every model; draw(axis, model, layer) fills one.
 
-    models: name, argument of `draw`, layers from 0. Returns the figure and the axes of all panels.
+    models: name, argument of `draw`, layers from 0. Returns `save` of `sheet` and the axes of all panels.
     """
     columns = min(ACROSS, max(len(layers) for *_, layers in models))
     rows = [
@@ -26,7 +25,7 @@ def _panels(models: Sequence[tuple], draw: Callable, title: str, words: str, x: 
         for name, model, layers in models
         for start in range(0, len(layers), columns)
     ]
-    figure, axes = sheet(len(rows), columns, (2.3, 1.9), title, words, (0.7, 1.0, 0.85, 0.55), (0.42, 1.05))
+    save, axes = sheet(len(rows), columns, (2.3, 1.9), title, words, (0.7, 1.0, 0.85, 0.55), (0.42, 1.05))
     for row, (name, model, layers) in zip(axes, rows):
         for axis in row[len(layers) :]:
             axis.set_visible(False)
@@ -39,7 +38,7 @@ def _panels(models: Sequence[tuple], draw: Callable, title: str, words: str, x: 
         row[0].set_ylabel(y, fontsize=9)
         legend_beside(row[len(layers) - 1])
         name_above(row[0], name)
-    return figure, [axis for axis in axes.flat if axis.get_visible()]
+    return save, [axis for axis in axes.flat if axis.get_visible()]
 
 
 # σ over training
@@ -66,7 +65,7 @@ def draw_training(subjects: Sequence[TextSubject], folder: Path) -> list[Figure]
     for group in groups.values():
         more = f" and {len(group) - 1} more" if len(group) > 1 else ""
         models.append((f"{group[0].model}{more}: {group[0].config.form}", group, group[0].layers_with("sigma")))
-    figure, axes = _panels(models, _draw_sigma, title, words, "training tokens (millions)", "σ")
+    save, axes = _panels(models, _draw_sigma, title, words, "training tokens (millions)", "σ")
     lows, highs = zip(*(axis.get_ylim() for axis in axes))
     for axis in axes:
         axis.set_ylim(min(lows), max(highs))
@@ -76,7 +75,7 @@ def draw_training(subjects: Sequence[TextSubject], folder: Path) -> list[Figure]
         return {"training tokens": tokens, "σ at the start": initial, "σ at the end": last[layer][head]}
 
     table = rows_by_head([subject for group in groups.values() for subject in group], numbers, "sigma")
-    return [Figure(save(figure, folder / "sigma.png"), title, words, table)]
+    return [save(folder / "sigma.png", table)]
 
 
 def _over_training(group: Sequence[TextSubject], layer: int) -> np.ndarray:
@@ -114,12 +113,6 @@ def _draw_sigma(axis, group: Sequence[TextSubject], layer: int) -> None:
 # σ against distances
 
 
-def medians_and_sigmas(subject: TextSubject) -> tuple[np.ndarray, np.ndarray]:
-    """The median distance of two tokens' features, and σ, by layer and head, (L, H) each; NaN in layers without σ."""
-    medians = [None if layer.sigma is None else median_distance(layer.features) for layer in subject.layers]
-    return by_head(medians, subject.num_heads), subject.sigmas
-
-
 def draw_distances(subjects: Sequence[TextSubject], folder: Path) -> list[Figure]:
     """Draw σ over the median distance as a table, and below it one against the other; models side by side.
 
@@ -137,21 +130,21 @@ def draw_distances(subjects: Sequence[TextSubject], folder: Path) -> list[Figure
     heads = max(s.num_heads for s in subjects)
     cell = (max(3.0, 0.42 * depth), max(2.2, 0.24 * heads))
     title = "Bandwidths against distances"
-    figure, axes = sheet(2, len(subjects), cell, title, words, (0.7, 1.0, 0.85, 0.55), (1.6, 0.85))
-    measured = {subject: medians_and_sigmas(subject) for subject in subjects}
+    save, axes = sheet(2, len(subjects), cell, title, words, (0.7, 1.0, 0.85, 0.55), (1.6, 0.85))
+    measured = {subject: (subject.median_distances, subject.sigmas) for subject in subjects}
     ratios = np.concatenate([(sigmas / medians).ravel() for medians, sigmas in measured.values()])
     norm = Normalize(np.nanmin(ratios), np.nanmax(ratios))
     of_layer = Normalize(1, depth)
     end = 1.08 * max(np.nanmax(values) for pair in measured.values() for values in pair)
     for (table, chart), (subject, (medians, sigmas)) in zip(axes.T, measured.items()):
-        heat_map(figure, table, sigmas / medians, "σ / median distance", norm, names=subject.head_names())
+        heat_map(table, sigmas / medians, "σ / median distance", norm, names=subject.head_names())
         name_above(table, subject.model)
         numbers = np.repeat(np.arange(1, len(medians) + 1), medians.shape[1])
         chart.scatter(medians.ravel(), sigmas.ravel(), c=numbers, s=18, cmap="viridis", norm=of_layer)
         chart.plot((0, end), (0, end), color="black", linestyle="--", linewidth=1)
         chart.set(xlabel="median distance", ylabel="σ", xlim=(0, end), ylim=(0, end))
         chart.grid(alpha=0.3)
-        bar = scale(figure, of_layer, chart, (1.03, 0, 0.03, 1), "layer", cmap="viridis")
+        bar = scale(of_layer, chart, (1.03, 0, 0.03, 1), "layer", cmap="viridis")
         bar.set_ticks(range(1, depth + 1, -(-depth // 10)))
 
     def numbers_of_head(subject: TextSubject, layer: int, head: int) -> dict[str, float]:
@@ -159,7 +152,7 @@ def draw_distances(subjects: Sequence[TextSubject], folder: Path) -> list[Figure
         return {"σ": float(sigma), "median distance": float(median), "σ / median distance": float(sigma / median)}
 
     rows = rows_by_head(subjects, numbers_of_head, "sigma")
-    return [Figure(save(figure, folder / "distances.png"), title, words, rows)]
+    return [save(folder / "distances.png", rows)]
 
 
 # Channels
@@ -212,9 +205,9 @@ def draw_channels(subjects: Sequence[TextSubject], folder: Path) -> list[Figure]
 
     title = "Bandwidths of channels"
     models = [(subject.model, subject, [*layers]) for subject, layers in by_layer.items()]
-    figure, _ = _panels(models, draw, title, words, "rotary frequency, fast to slow", "exp(a)")
+    save, _ = _panels(models, draw, title, words, "rotary frequency, fast to slow", "exp(a)")
     table = rows_by_head([*by_layer], numbers, "channel_scales")
-    return [Figure(save(figure, folder / "channels.png"), title, words, table)]
+    return [save(folder / "channels.png", table)]
 
 
 def _draw_scales(axis, scales: np.ndarray, names: Sequence[str]) -> None:

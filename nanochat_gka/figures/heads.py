@@ -16,7 +16,7 @@ from gka.masking import Mask
 from nanochat_gka.figures.subjects import TextSubject, caption, rows_by_head
 from trainkit_gka.figures.charts import heat_map
 from trainkit_gka.figures.measures import diagonal_mass, effective_tokens
-from trainkit_gka.figures.sheet import name_above, save, sheet
+from trainkit_gka.figures.sheet import name_above, sheet
 from trainkit_gka.plots import Figure
 
 UNIFORM = "uniform"  # the name of the row below the heads
@@ -62,12 +62,12 @@ def draw_heads(subjects: Sequence[TextSubject], folder: Path) -> list[Figure]:
     depth, heads = max(len(s.layers) for s in subjects), max(s.num_heads for s in subjects)
     cell, title = (max(2.6, 0.42 * depth), max(1.4, 0.24 * (heads + 1))), "What every head does"
     margins, gaps = (0.95, 0.75, 0.85, 0.5), (1.75, 0.75)
-    figure, axes = sheet(len(MEASURES), len(subjects), cell, title, words, margins, gaps)
+    save, axes = sheet(len(MEASURES), len(subjects), cell, title, words, margins, gaps)
     tables = {name: {s: head_table(s, measure) for s in subjects} for name, measure in MEASURES.items()}
     for row, (name, by_subject) in zip(axes, tables.items()):
         norm = Normalize(min(map(np.min, by_subject.values())), max(map(np.max, by_subject.values())))
         for axis, (subject, values) in zip(row, by_subject.items()):
-            heat_map(figure, axis, values, name, norm, [*subject.head_names(), UNIFORM])
+            heat_map(axis, values, name, norm, [*subject.head_names(), UNIFORM])
             axis.axhline(subject.num_heads - 0.5, color="white", linewidth=3)
     for axis, subject in zip(axes[0], subjects):
         name_above(axis, subject.model)
@@ -76,4 +76,4 @@ def draw_heads(subjects: Sequence[TextSubject], folder: Path) -> list[Figure]:
         return {name: float(by_subject[subject][layer, head]) for name, by_subject in tables.items()}
 
     rows = rows_by_head(subjects, numbers, more=(UNIFORM,))
-    return [Figure(save(figure, folder / "heads.png"), title, words, rows)]
+    return [save(folder / "heads.png", rows)]

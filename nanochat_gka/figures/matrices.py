@@ -11,7 +11,7 @@ from matplotlib.colors import LogNorm
 from nanochat_gka.figures.heads import MEASURES
 from nanochat_gka.figures.rows import TOKENS
 from nanochat_gka.figures.subjects import FONT, TextSubject, caption, rows_by_head
-from trainkit_gka.figures.sheet import bare, coloured, label_layers, name_above, save, scale, sheet
+from trainkit_gka.figures.sheet import bare, coloured, label_layers, name_above, scale, sheet
 from trainkit_gka.plots import Figure
 
 WIDTH, LARGEST, SMALLEST = 12.0, 2.4, 1.45  # inches: of all pictures beside each other, of one at most, at least
@@ -52,7 +52,7 @@ def draw_matrices(subjects: Sequence[TextSubject], folder: Path, tokens: int = T
     longest = max(map(len, labels), default=0) * font * 0.62 / 72
     margins = (0.5 + longest, 0.9, 0.85, 0.3 + longest)
     title = "Attention matrices W over tokens"
-    figure, axes = sheet(rows, columns, (side, side), title, words, margins, (0.1, 0.25))
+    save, axes = sheet(rows, columns, (side, side), title, words, margins, (0.1, 0.25))
     bare(axes, fontsize=6.5)
     for axis in axes.flat:
         axis.set_visible(False)
@@ -78,8 +78,8 @@ def draw_matrices(subjects: Sequence[TextSubject], folder: Path, tokens: int = T
                 axis.imshow(matrix_picture(weights, norm), interpolation="none")
                 axis.set_xlabel(f"itself {itself:.3f}, before {before:.3f}", labelpad=2)
         _label(block, subject.head_names(), labels, font)
-    scale(figure, norm, axes[0, -1], (1.06, 0, 0.06, 1), "weight")
-    return [Figure(save(figure, folder / "matrices.png"), title, words, table)]
+    scale(norm, axes[0, -1], (1.06, 0, 0.06, 1), "weight")
+    return [save(folder / "matrices.png", table)]
 
 
 def _label(axes, heads: Sequence[str], labels: Sequence[str], fontsize: float) -> None:

@@ -9,7 +9,7 @@ from matplotlib.colors import PowerNorm
 
 from nanochat_gka.figures.subjects import FONT, TextSubject, caption
 from trainkit_gka.figures.measures import effective_tokens
-from trainkit_gka.figures.sheet import bare, coloured, name_above, save, scale, sheet
+from trainkit_gka.figures.sheet import bare, coloured, name_above, scale, sheet
 from trainkit_gka.plots import Figure
 
 LINE_CHARACTERS = 110
@@ -55,7 +55,7 @@ def draw_rows(
     height = max(len(having) * (lines * subject.num_heads + 0.5) for subject, having in layers_of.items())
     cell = (max(width * CHARACTER, 2.0), height * LINE)
     title = "What a token looks at"
-    figure, axes = sheet(len(queries), len(subjects), cell, title, text, (1.1, 0.95, 0.85, 0.1), (1.75, 0.3))
+    save, axes = sheet(len(queries), len(subjects), cell, title, text, (1.1, 0.95, 0.85, 0.1), (1.75, 0.3))
     bare(axes)
     norm, table = PowerNorm(0.5, 0, 1, clip=True), []
     for row, query in zip(axes, queries):
@@ -66,9 +66,9 @@ def draw_rows(
             table += _draw_block(axis, subject, having, words, places, query, norm)
     for axis, subject in zip(axes[0], subjects):
         name_above(axis, subject.model)
-    bar = scale(figure, norm, axes[0, -1], (1 + 0.55 / cell[0], 0.1, 0.1 / cell[0], 0.8), cmap=CMAP)
+    bar = scale(norm, axes[0, -1], (1 + 0.55 / cell[0], 0.1, 0.1 / cell[0], 0.8), cmap=CMAP)
     bar.set_ticks([0, 0.05, 0.2, 0.5, 1])
-    return [Figure(save(figure, folder / "rows.png"), title, text, table)]
+    return [save(folder / "rows.png", table)]
 
 
 def place_words(words: Sequence[str], width: int = LINE_CHARACTERS) -> list[tuple[int, int]]:

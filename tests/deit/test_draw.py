@@ -13,7 +13,6 @@ from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 import tiny
 from deit_gka.data.transforms import eval_transform
 from deit_gka.draw import DrawConfig, main
-from deit_gka.figures.depth import relative_bandwidths
 from deit_gka.figures.explanation import choose_tokens, few_weights
 from deit_gka.figures.families import FAMILIES, NEED_SIGMA
 from deit_gka.figures.maps import Tokens, attended_distances, place_name
@@ -26,7 +25,7 @@ from tiny_vision import SHAPE, SIZE
 from tiny_vision import photo as photo_of
 from trainkit_gka import checkpoint
 from trainkit_gka.cli import run
-from trainkit_gka.figures.measures import diagonal_mass, entropy, median_distance
+from trainkit_gka.figures.measures import diagonal_mass, entropy
 from vision_runs import GKA, SOFTMAX
 
 TINY = ["--model-kwargs", f"img_size={SIZE}", *(f"{key}={value}" for key, value in SHAPE.items())]
@@ -140,15 +139,6 @@ def test_attended_distance_of_known_weights():
     uniform = [np.mean([np.hypot(a[0] - b[0], a[1] - b[1]) for b in centres]) for a in centres]
     expected = torch.stack([torch.zeros(6), torch.tensor(uniform).float(), torch.full((6,), 4.0)])
     torch.testing.assert_close(attended_distances(weights, tokens), expected)
-
-
-def test_bandwidths_are_relative_to_the_median_distance_of_different_tokens():
-    features = torch.tensor([[0.0], [1.0], [3.0]])[:, None] * torch.tensor([1.0, 10.0])[:, None]
-    torch.testing.assert_close(median_distance(features), torch.tensor([2.0, 20.0]))
-    (subject,) = tiny_subjects(GKA, "attention=GA")
-    relative, first = relative_bandwidths(subject), subject.layers[0]
-    np.testing.assert_allclose(relative[0], (first.sigma / median_distance(first.features)).numpy())
-    assert np.isnan(relative[1]).all() and np.isnan(subject.sigmas[1]).all()  # softmax has none
 
 
 def test_a_few_tokens_have_the_kernel_of_the_equations():

@@ -12,7 +12,6 @@ from PIL import Image
 import tiny
 from gka import gaussian_weights
 from nanochat_gka.draw import DrawConfig, main
-from nanochat_gka.figures.bandwidths import medians_and_sigmas
 from nanochat_gka.figures.families import FAMILIES
 from nanochat_gka.figures.heads import MEASURES
 from nanochat_gka.figures.maps import extract
@@ -229,7 +228,7 @@ def test_measures_against_values_by_hand():
 def test_bandwidths_are_compared_with_the_features_distances():
     model = tiny_model(attention="GA")
     subject = TextSubject("tiny", "tiny", model.config, "", [""] * TOKENS, extract(model, IDS), {})
-    medians, sigmas = medians_and_sigmas(subject)
+    medians, sigmas = subject.median_distances, subject.sigmas
     assert np.isnan(medians[[1, 3]]).all() and np.isnan(sigmas[[1, 3]]).all()
     features = subject.layers[2].features[:, 1]
     pairs = [float((features[i] - features[j]).norm()) for i in range(TOKENS) for j in range(i)]

@@ -8,9 +8,7 @@ from matplotlib.colors import Normalize
 from trainkit_gka.plots import shades
 
 
-def heat_map(
-    figure, axis, values: np.ndarray, title: str, norm: Normalize | None = None, names: Sequence[str] = ()
-) -> None:
+def heat_map(axis, values: np.ndarray, title: str, norm: Normalize | None = None, names: Sequence[str] = ()) -> None:
     """Heads down, layers across, with the values as text. values: (L, H); NaN is grey.
 
     norm: a scale for several maps. names: of the rows, instead of their numbers.
@@ -29,7 +27,7 @@ def heat_map(
         words = "–" if np.isnan(value) else in_cell(value)
         axis.text(layer, head, words, ha="center", va="center", fontsize=7, color=colour)
     box = axis.get_position()
-    bar = figure.colorbar(picture, cax=figure.add_axes((box.x1 + 0.01, box.y0, 0.008, box.height)))
+    bar = axis.figure.colorbar(picture, cax=axis.figure.add_axes((box.x1 + 0.01, box.y0, 0.008, box.height)))
     bar.ax.tick_params(labelsize=7)
 
 

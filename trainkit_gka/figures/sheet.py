@@ -1,7 +1,9 @@
 """Sheets of pictures of matrices: a grid with title and caption, colour scales, PNG and PDF files."""
 
 import textwrap
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -9,7 +11,7 @@ from matplotlib import colormaps
 from matplotlib.cm import ScalarMappable
 from matplotlib.colors import LogNorm, Normalize
 
-from trainkit_gka.plots import subplots
+from trainkit_gka.plots import Figure, subplots
 
 CMAP = "inferno"
 GREY = (0.72, 0.72, 0.72)
@@ -27,10 +29,11 @@ def sheet(
     margins: tuple[float, float, float, float] = (0.6, 0.2, 0.7, 0.2),
     gaps: tuple[float, float] = (0.06, 0.06),
 ):
-    """A figure and its axes, (rows, columns). All sizes are inches.
+    """Returns save(path, numbers), which writes a sheet and returns its `Figure`, and the axes of its pictures.
 
-    cell: width, height. margins: left, right, top, bottom. gaps: between cells, across and down. The caption is below,
-    in as many lines as it needs.
+    save writes PNG to `path` and PDF beside it. numbers: the figure's rows. The axes are (rows, columns). All sizes are
+    inches. cell: width, height. margins: left, right, top, bottom. gaps: between cells, across and down. The caption is
+    below, in as many lines as it needs.
     """
     left, right, top, bottom = margins
     width = left + columns * cell[0] + (columns - 1) * gaps[0] + right
@@ -44,7 +47,14 @@ def sheet(
     words = dict(parse_math=False)  # two dollar signs in a text are not mathematics
     figure.text(EDGE / width, 1 - EDGE / height, title, va="top", fontsize=11, fontweight="bold", **words)
     figure.text(EDGE / width, EDGE / height, "\n".join(lines), va="bottom", fontsize=8, linespacing=1.3, **words)
-    return figure, axes
+
+    def save(path: Path, numbers: Sequence[dict[str, Any]]) -> Figure:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(path, dpi=DPI)
+        figure.savefig(path.with_suffix(".pdf"), dpi=DPI, metadata={"CreationDate": None})
+        return Figure(path, title, caption, numbers)
+
+    return save, axes
 
 
 def plain(name: str) -> str:
@@ -81,16 +91,10 @@ def label_layers(axes, subject) -> None:
 
 
 def scale(
-    figure,
-    norm,
-    beside,
-    place: tuple[float, float, float, float],
-    label: str = "",
-    across: bool = False,
-    cmap: str = CMAP,
+    norm, beside, place: tuple[float, float, float, float], label: str = "", across: bool = False, cmap: str = CMAP
 ):
     """Add a colour bar at `place` (left, bottom, width, height), as fractions of the axis `beside`. Returns it."""
-    box = beside.get_position()
+    figure, box = beside.figure, beside.get_position()
     left, bottom = box.x0 + place[0] * box.width, box.y0 + place[1] * box.height
     axis = figure.add_axes((left, bottom, place[2] * box.width, place[3] * box.height))
     orientation = "horizontal" if across else "vertical"
@@ -104,7 +108,7 @@ def scale(
 def scale_below(norm, axis, gap: float) -> None:
     """Add a colour bar `gap` inches below `axis`, labelled with its smallest and largest value."""
     inches = axis.get_position().height * axis.figure.get_figheight()
-    bar = scale(axis.figure, norm, axis, (0.04, -(gap + 0.05) / inches, 0.92, 0.05 / inches), across=True)
+    bar = scale(norm, axis, (0.04, -(gap + 0.05) / inches, 0.92, 0.05 / inches), across=True)
     bar.minorticks_off()
     bar.set_ticks([norm.vmin, norm.vmax], labels=[f"{norm.vmin:.2g}", f"{norm.vmax:.2g}"], fontsize=6.5)
     for label, side in zip(bar.ax.get_xticklabels(), ("left", "right")):
@@ -132,11 +136,3 @@ def logarithmic(values: torch.Tensor, decades: float = 4) -> LogNorm:
 def coloured(values: torch.Tensor, norm, cmap: str = CMAP) -> np.ndarray:
     """A map as bytes of red, green and blue, (..., 3)."""
     return np.uint8(np.rint(255 * colormaps[cmap](norm(values.numpy()))[..., :3]))
-
-
-def save(figure, path: Path) -> Path:
-    """Write the figure as PNG to `path` and as PDF beside it. Returns the path."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=DPI)
-    figure.savefig(path.with_suffix(".pdf"), dpi=DPI, metadata={"CreationDate": None})
-    return path

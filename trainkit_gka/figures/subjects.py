@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 
 from trainkit_gka.cli import UserError
-from trainkit_gka.figures.measures import by_head
+from trainkit_gka.figures.measures import by_head, median_distance
 from trainkit_gka.plots import Figure
 
 
@@ -15,7 +15,7 @@ class AttentionSubject:
 
     model: str  # the name of its folder of figures
     about: str  # model and weights, in words
-    layers: list  # each with `kind`, `weights` (H, N, N), `error`, and `sigma`, (H,) or None
+    layers: list  # each with `kind`, `weights` (H, N, N), `error`, and `sigma`, (H,), and `features`, or None of both
 
     @property
     def num_heads(self) -> int:
@@ -29,6 +29,12 @@ class AttentionSubject:
     def sigmas(self) -> np.ndarray:
         """The bandwidths, (L, H); NaN in layers without."""
         return by_head([layer.sigma for layer in self.layers], self.num_heads)
+
+    @property
+    def median_distances(self) -> np.ndarray:
+        """The median distance of two tokens' features, (L, H); NaN in layers without a bandwidth."""
+        medians = [None if layer.sigma is None else median_distance(layer.features) for layer in self.layers]
+        return by_head(medians, self.num_heads)
 
     def print_error(self) -> None:
         """Print how well W gives the model's output."""
