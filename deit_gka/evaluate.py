@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import torch
-from timm.data import resolve_input_data_config
 from torch import nn
 
 from deit_gka.accounting import cost_of, numel
@@ -27,6 +26,7 @@ from deit_gka.data.sources.classes import numbers_in_model, one_class_text
 from deit_gka.data.transforms import eval_transform, in_words
 from deit_gka.data.workers import WorkerCount, evaluation_batches
 from deit_gka.model import checkpoints
+from deit_gka.model.checkpoints import SavedModel, find_model
 from deit_gka.training.engine import evaluate
 from trainkit_gka.checkpoint import run_folder
 from trainkit_gka.cli import Bounds, Count, Group, UserError, flag_of, run
@@ -84,18 +84,17 @@ def check(config: EvaluateConfig) -> None:
         raise UserError("--weights needs ema, model or both")
 
 
-def completed(config: EvaluateConfig) -> tuple[EvaluateConfig, str]:
-    """The config with the data that the run was trained on where none is named, and a warning.
+def completed(config: EvaluateConfig, saved: SavedModel | None) -> tuple[EvaluateConfig, str]:
+    """The config with the data that the run was trained on where none is named, and a warning. saved: --run's model.
 
     Their parts (splits, columns) are the run's too. Raises UserError for an exported folder without data.
     """
     run, chosen = config.run, config.given_parts()
-    if run is None or (config.data and checkpoints.is_export(run)):
+    if saved is None or (config.data and saved.checkpoint is None):
         return config, ""
-    if checkpoints.is_export(run):
+    if saved.checkpoint is None:
         raise UserError(f"--data is missing: {run} is an exported model, which does not say where its images are")
-    state = checkpoints.find_checkpoint(run, config.best).state
-    data, parts = state["trained_on"], state["parts"]
+    data, parts = saved.checkpoint.state["trained_on"], saved.checkpoint.state["parts"]
     if config.data and located(config.data) != data:
         unused = " ".join(f"{flag_of(name)} {value}" for name, value in parts.items() if name not in chosen)
         note = f"{config.data} is not the data that {run} was trained on ({data}); its {unused} is not taken over"
@@ -104,45 +103,36 @@ def completed(config: EvaluateConfig) -> tuple[EvaluateConfig, str]:
 
 
 def load_models(
-    config: EvaluateConfig, device: torch.device
+    config: EvaluateConfig, saved: SavedModel | None, device: torch.device
 ) -> tuple[dict[str, nn.Module], dict[str, Any], Sequence[str]]:
     """(models by name, arguments of `eval_transform`, names of their classes, in their order, if they are known).
 
     Of a run there is one with each of --weights that it has; else there is one model. Raises UserError.
     """
-    run = config.run
-    if run is not None and not checkpoints.is_export(run):
-        checkpoint = checkpoints.find_checkpoint(run, config.best)
-        classes = checkpoint.state["classes"]
-        about = checkpoints.about_images(checkpoint.state)
-        available = [name for name in config.weights if name in checkpoints.weights_in(checkpoint)]
-        models = {name: checkpoints.load_run(checkpoint, name, device) for name in available or config.weights}
+    if saved is not None and saved.checkpoint is not None:
+        available = [name for name in config.weights if name in checkpoints.weights_in(saved.checkpoint)]
+        models, about = {name: saved.model(name) for name in available or config.weights}, saved.about
+        classes = saved.classes
     else:
-        if run is not None:
-            checkpoints.check_export(run)
-            name = run.name
-            model = checkpoints.timm_weights(f"local-dir:{run}", "--run")
-            classes, _ = checkpoints.recorded(run)
+        if saved is not None:
+            name, model, classes = config.run.name, saved.model(), saved.classes
         else:
-            name = config.model
-            model = checkpoints.build(
-                name, pretrained=config.checkpoint is None, **checkpoints.parse_kwargs(config.model_kwargs)
-            )
-            classes = model.pretrained_cfg.get("label_names") or ()
-            if config.checkpoint is not None:
-                checkpoints.load_file(config.checkpoint, model)
-                classes, _ = checkpoints.recorded(config.checkpoint)
-        models, about = {name: model.to(device).eval()}, resolve_input_data_config(model)
+            name, file = config.model, config.checkpoint
+            model = checkpoints.timm_model(name, config.model_kwargs, file, pretrained=file is None)
+            known = model.pretrained_cfg.get("label_names") or ()
+            classes = checkpoints.find_model(file, "--checkpoint").classes if file else known
+        models, about = {name: model}, checkpoints.data_config(model, str(name))
+    models = {name: model.to(device) for name, model in models.items()}
     return models, {"input_size": tuple(about["input_size"][-2:]), **checkpoints.eval_settings(about)}, classes
 
 
-def measure(config: EvaluateConfig, runtime: Runtime, data_note: str) -> dict[str, dict]:
+def measure(config: EvaluateConfig, saved: SavedModel | None, runtime: Runtime, data_note: str) -> dict[str, dict]:
     """Accuracy, speed and cost of every model, by name, from one pass over the images. Prints the note, too."""
     num_workers = workers.default_workers() if config.num_workers < 0 else config.num_workers
     if num_workers:
         workers.worker_context(config.data)
     source = runtime.agree(lambda: checkpoints.open_data(config.data, config.split, config.run, config))
-    models, settings, classes = runtime.agree(lambda: load_models(config, runtime.device))
+    models, settings, classes = runtime.agree(lambda: load_models(config, saved, runtime.device))
     name = config.run or config.model
     count = len(classes) or next(iter(models.values())).num_classes
 
@@ -159,7 +149,8 @@ def measure(config: EvaluateConfig, runtime: Runtime, data_note: str) -> dict[st
     for text in (data_note, note, *(f"warning: {text}" for text in warnings if text)):
         if text and runtime.is_main:
             print(text, file=sys.stderr)
-    transform = eval_transform(**settings)
+    with checkpoints.one_line(f"{name} has a damaged configuration of its images"):
+        transform = eval_transform(**settings)
     loader = evaluation_batches(source, transform, runtime, config.device_batch_size, num_workers, numbers)
     started = time.perf_counter()
     with closing(loader), progress_bar() as bar:
@@ -171,14 +162,14 @@ def measure(config: EvaluateConfig, runtime: Runtime, data_note: str) -> dict[st
             for image, reason in batch.broken:
                 print(f"warning: {image} cannot be read ({reason}); left out", file=sys.stderr)
 
-        results = evaluate(models, loader, runtime, config.amp, advance)
+        results = evaluate(models, loader, runtime, config.amp, advance, timed=True)
     seconds = time.perf_counter() - started
     metrics = {}
     for name, values in results.items():
-        cost, speed = cost_of(models[name]), values["images"] / seconds
+        cost, loading = cost_of(models[name]), values.pop("loading") / (max(1, num_workers) * runtime.world_size)
         metrics[name] = {
             **values,
-            "images_per_second": speed,
+            "loader_images_per_second": values["images"] / loading if loading else None,
             "parameters": numel(models[name]),
             "flops": cost.flops if cost else None,
             "crop_pct": settings["crop_pct"],
@@ -186,16 +177,19 @@ def measure(config: EvaluateConfig, runtime: Runtime, data_note: str) -> dict[st
         }
         accuracy = f"top-1 {values['top1']:.3f} top-5 {values['top5']:.3f} loss {values['loss']:.4f}"
         skipped = f" ({values['broken']} broken images left out)" if values["broken"] else ""
-        runtime.print(f"{name}: {accuracy} on {values['images']:,} images{skipped}")
-    runtime.print(f"{in_words(transform)}; {seconds:.3g} s, {rate(speed, 'img/s')}")
+        text = f"{name}: {accuracy} on {values['images']:,} images{skipped}"
+        runtime.print(", ".join(filter(None, (text, rate(values["images_per_second"], "img/s")))))
+    loaded = rate(metrics[name]["loader_images_per_second"], "img/s loaded")
+    runtime.print(", ".join(filter(None, (f"{in_words(transform)}; {seconds:.3g} s", loaded))))
     return metrics
 
 
 def main(config: EvaluateConfig) -> None:
     check(config)
     with running(config.device_type) as runtime:
-        config, data_note = runtime.agree(functools.partial(completed, config))
-        metrics = measure(config, runtime, data_note)
+        saved = runtime.agree(lambda: find_model(config.run, "--run", config.best) if config.run else None)
+        config, data_note = runtime.agree(functools.partial(completed, config, saved))
+        metrics = measure(config, saved, runtime, data_note)
         if runtime.is_main:
             about = {"run": run_folder(config.run).name if config.run else None, "model": config.model or None}
             about |= {"data": config.data, "split": config.split, **config.given_parts()}

@@ -26,8 +26,8 @@ from deit_gka.accounting import cost_of, numel
 from deit_gka.data.batch import ImageBatch
 from deit_gka.data.workers import BatchLoader
 from deit_gka.model.attention import operators_of
-from deit_gka.model.checkpoints import build
-from deit_gka.model.warm_start import check_same, fingerprint, read_start, warm_start
+from deit_gka.model.checkpoints import build, find_model
+from deit_gka.model.warm_start import check_same, fingerprint, warm_start, warnings_of
 from deit_gka.training.broken import BrokenList, best
 from deit_gka.training.config import TrainConfig
 from deit_gka.training.distillation import Objective, load_teacher
@@ -114,11 +114,11 @@ class Trainer(BaseTrainer):
 
     def _start_from(self, source: str) -> None:
         """Take the weights in `source` that fit, and print which."""
-        start = read_start(source)
+        start = find_model(source, "--initial-weights")
         self.initial_weights = {"from": source, "hash": fingerprint(start.tensors)}
         done = warm_start(self.model, start.tensors, source, start.classes, self.images.classes)
         self.runtime.print(f"starting from {source}: {done}")
-        for warning in start.warnings(source, self.images.classes, self.config):
+        for warning in warnings_of(start, source, self.images.classes, self.config):
             self.runtime.print(f"warning: {warning}")
         if self.average is not None:
             self.average.set(self.model)

@@ -1,20 +1,20 @@
 """Folders of exported models: one model each, complete or absent."""
 
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import contextmanager
 from pathlib import Path
 
 from trainkit_gka import onnx
 from trainkit_gka.cli import UserError
-from trainkit_gka.files import atomic_folder
+from trainkit_gka.files import atomic_folder, read_json, sha256, write_json
 
-WEIGHTS, CONFIG = "model.safetensors", "config.json"
+WEIGHTS, CONFIG, CHECKSUMS = "model.safetensors", "config.json", "checksums.json"
 
 
 @contextmanager
-def export_folder(folder: Path, holds_this_model: Callable[[], bool]):
-    """Yield a folder to write an export into; it becomes `folder` when the block succeeds.
+def export_folder(folder: Path, holds_this_model: Callable[[], bool], files: Iterable[str] = (WEIGHTS, CONFIG)):
+    """Yield a folder to write an export into; it becomes `folder`, with checksums of `files`, when the block succeeds.
 
     ONNX files of an earlier export of this model are deleted, other files in `folder` stay. holds_this_model: called if
     `folder` has an export; whether that is of this model. Raises UserError if it is not, or if `folder` holds something
@@ -29,3 +29,17 @@ def export_folder(folder: Path, holds_this_model: Callable[[], bool]):
         if folder.is_dir():
             shutil.copytree(folder, incoming, dirs_exist_ok=True, ignore=shutil.ignore_patterns(*onnx.FILES))
         yield incoming
+        write_json(incoming / CHECKSUMS, {name: sha256(incoming / name) for name in files})
+
+
+def check_files(folder: Path, older: dict[str, str] | None = None) -> None:
+    """Raises UserError unless the files of an export have their checksums.
+
+    older: checksums by name from elsewhere, for exports that were written before checksums had a file of their own.
+    """
+    path = folder / CHECKSUMS
+    digests = {**(older or {}), **(read_json(path, "checksums") if path.exists() else {})}
+    for name, digest in digests.items():
+        if not (folder / name).is_file() or sha256(folder / name) != digest:
+            advice = f"copy or export it again (or delete {CHECKSUMS}, if you changed the file)"
+            raise UserError(f"{folder / name} is missing or damaged, by its checksum; {advice}")

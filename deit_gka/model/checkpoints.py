@@ -3,7 +3,9 @@
 import contextlib
 import difflib
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from textwrap import shorten
 from typing import Any
@@ -12,11 +14,12 @@ import timm
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file as load_safetensors
+from timm.data import resolve_input_data_config
 from torch import nn
 
 from deit_gka.data.sources import DataParts, ImageSource, ImageStream, open_source
 from deit_gka.model.attention import ATTENTION
-from deit_gka.model.registry import default_cfgs, is_pattern
+from deit_gka.model.registry import attention_by_layer, default_cfgs, is_pattern
 from gka import layer_kinds
 from trainkit_gka import exports
 from trainkit_gka.checkpoint import Checkpoint, load, load_newest
@@ -90,9 +93,11 @@ def build(
         raise UserError(f"{name} has no spatial_offsets; deit_*_gka_* and deit_*_vlt_* have, with any --attention")
     if "attention" in kwargs and not is_ours:
         kwargs["attn_layer"] = kwargs.pop("attention")
-    with one_line(f"timm cannot build {name}"):
-        model = timm.create_model(name, pretrained=pretrained, **kwargs)
     pattern = kwargs.get("attn_layer")
+    with one_line(f"timm cannot build {name}"):
+        if is_pattern(pattern):
+            attention_by_layer(pattern)
+        model = timm.create_model(name, pretrained=pretrained, **kwargs)
     if is_pattern(pattern) and not any(isinstance(module, tuple(ATTENTION.values())) for module in model.modules()):
         raise UserError(f"{name} has an attention of its own, which {pattern} does not change")
     size = input_size or kwargs.get("img_size")
@@ -107,7 +112,19 @@ def build(
 def timm_weights(name: str, flag: str) -> nn.Module:
     """A model with timm's weights for its name. Raises UserError, naming `flag`, if they cannot be had."""
     with one_line(f"{flag} {name}: timm has no weights of it here, give a file instead"):
-        return timm.create_model(name, pretrained=True)
+        return timm.create_model(name, pretrained=True).eval()
+
+
+def timm_model(name: str, words: Sequence[str] = (), file: Path | None = None, pretrained: bool = False) -> nn.Module:
+    """A timm model, in evaluation mode, with the weights of a file, with timm's own, or with random ones.
+
+    words: as in `parse_kwargs`. Raises UserError.
+    """
+    kwargs = parse_kwargs(words)
+    if pretrained:
+        timm_weights(name, "--model")  # says why there are none
+    model = build(name, pretrained=pretrained, **kwargs).eval()
+    return load_file(file, model) if file else model
 
 
 @contextlib.contextmanager
@@ -146,32 +163,113 @@ def weights_in(checkpoint: Checkpoint) -> list[str]:
     return [name for name in WEIGHTS if name in checkpoint.files]
 
 
+@dataclass
+class SavedModel:
+    """A model that an argument names: a run's checkpoint, an exported folder, a file of weights, or a timm model.
+
+    classes, about: the names of the classes and timm's data configuration that are recorded with the weights; empty if
+    none are.
+    """
+
+    flag: str
+    name: str = ""  # for timm; empty where timm cannot load it
+    file: Path | None = None
+    checkpoint: Checkpoint | None = None
+    classes: Sequence[str] = ()
+    about: dict[str, Any] = field(default_factory=dict)
+
+    def model(self, weights: str = "") -> nn.Module:
+        """The model, on the CPU. weights: of a run, "ema" or "model"; without, the average if it has one."""
+        if self.checkpoint and not self.file:
+            return load_run(self.checkpoint, weights or weights_in(self.checkpoint)[0], "cpu")
+        if not self.name:
+            kinds = "a run, an exported folder or the name of a timm model"
+            raise UserError(f"{self.flag} {self.file} holds weights without their model; give {kinds}")
+        return timm_weights(self.name, self.flag)
+
+    @cached_property
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """The weights by name; no code in a file is run. Raises UserError if there are none."""
+        if self.file is None:
+            return self.model().state_dict()
+        with one_line(f"{self.file} does not hold weights"):
+            weights = timm.models.load_state_dict(str(self.file), use_ema=True, weights_only=True)
+        weights = {name: value for name, value in weights.items() if isinstance(value, torch.Tensor)}
+        if not weights:
+            raise UserError(f"{self.file} does not hold weights: it has no named tensors")
+        return weights
+
+
+def find_model(source: str | Path, flag: str, best: bool = False) -> SavedModel:
+    """What `source`, the value of `flag`, names: the only place that decides it.
+
+    A folder is a run (or one checkpoint folder in it) or an export, a file is weights (their metadata may be beside
+    them), and all else a timm name. best: as in `find_checkpoint`. Raises UserError if it is none of these, or damaged.
+    """
+    path = Path(source).expanduser()
+    in_checkpoint = False
+    if path.is_file():
+        with contextlib.suppress(UserError, OSError):  # other programs write manifests too
+            in_checkpoint = path.name in read_json(path.parent / "manifest.json", "manifest")
+    if in_checkpoint or (path.is_dir() and not is_export(path)):
+        checkpoint = find_checkpoint(path.parent if in_checkpoint else path, best)
+        state, file = checkpoint.state, path if in_checkpoint else None
+        return SavedModel(flag, "", file, checkpoint, state["classes"], about_images(state))
+    if path.is_dir():
+        check_export(path)
+        return SavedModel(flag, f"local-dir:{path}", path / exports.WEIGHTS, None, *_described(path))
+    if path.is_file():
+        return SavedModel(flag, "", path, None, *(_described(path.parent) if is_export(path.parent) else ()))
+    config = timm.get_pretrained_cfg(str(source)) if timm.is_model(str(source)) else None
+    if config is None and not str(source).startswith("hf-hub:"):
+        kinds = "a file of weights, a run or exported folder, or the name of a timm model that has weights"
+        raise UserError(f"{flag} {source} does not exist; it is {kinds}")
+    return SavedModel(flag, str(source), about=config.to_dict() if config else {})
+
+
 def is_export(path: Path) -> bool:
     """Whether a folder is an exported model, and not a run."""
     is_run = (path / "checkpoints").exists() or all((path / name).exists() for name in ("manifest.json", "state.json"))
-    return (path / exports.WEIGHTS).exists() and not is_run
+    return (path / exports.CONFIG).exists() and not is_run
 
 
 def check_export(folder: Path) -> None:
     """Raises UserError unless an exported folder holds a vision model."""
-    if "architecture" not in read_json(folder / exports.CONFIG, "configuration"):
+    config = read_json(folder / exports.CONFIG, "configuration")
+    if "architecture" not in config:
         raise UserError(f"{folder} is not an exported vision model; nanochat_gka's commands take language models")
+    pattern = config["model_args"].get("attn_layer") if isinstance(config.get("model_args"), dict) else None
+    if is_pattern(pattern):
+        with one_line(f"{folder / exports.CONFIG} is damaged"):
+            attention_by_layer(pattern)  # which may be longer than timm's table has them
 
 
-def recorded(path: Path) -> tuple[list[str], dict[str, Any]]:
-    """The names of the classes and timm's data configuration that are recorded with weights; empty if none are.
+def _described(folder: Path) -> tuple[list[str], dict[str, Any]]:
+    """The names of the classes and timm's data configuration in a folder's config.json.
 
-    path: a run, an exported folder, or a file; those in a run or an exported folder have their metadata beside them.
+    Raises UserError for values of another type, and for a damaged file of an export.
     """
-    with contextlib.suppress(UserError, OSError):  # other programs write manifests too
-        in_checkpoint = path.is_file() and path.name in read_json(path.parent / "manifest.json", "manifest")
-        path = path.parent if in_checkpoint else path
-    if path.is_dir() and not is_export(path):
-        state = find_checkpoint(path).state
-        return state["classes"], about_images(state)
-    file = (path if path.is_dir() else path.parent) / exports.CONFIG
-    config = read_json(file, "configuration") if path.exists() and file.exists() else {}
-    return config.get("label_names", []), config.get("pretrained_cfg", {})
+    exports.check_files(folder)
+    path = folder / exports.CONFIG
+    config = read_json(path, "configuration")
+    names, about = config.get("label_names", []), config.get("pretrained_cfg", {})
+    names = list(names.values()) if isinstance(names, dict) else names  # timm's other form, by number
+    if not _is_list(names, str):
+        raise UserError(f"{path} is damaged: its label_names must be a list of names")
+    if not isinstance(about, dict) or not all(_is_list(about.get(key, []), (int, float)) for key in ("mean", "std")):
+        raise UserError(f"{path} is damaged: its pretrained_cfg must be an object whose mean and std are numbers")
+    return names, about
+
+
+def _is_list(value: Any, kinds: type | tuple[type, ...]) -> bool:
+    """Whether a value is a list whose items are all of these types."""
+    return isinstance(value, list) and all(isinstance(item, kinds) for item in value)
+
+
+def data_config(model: nn.Module, name: str) -> dict[str, Any]:
+    """timm's data configuration of a model; raises UserError, with the model's `name`, for an impossible one."""
+    with one_line(f"{name} has a damaged configuration of its images"):
+        return resolve_input_data_config(model)
 
 
 def trained_on(state: dict[str, Any]) -> str:
@@ -207,8 +305,9 @@ def load_run(checkpoint: Checkpoint, weights: str, device: torch.device | str) -
 def load_file(path: Path, model: nn.Module) -> nn.Module:
     """Weights from a file into `model`: .safetensors, or .pth such as DeiT's own, which runs no code of the file.
 
-    Raises UserError if they do not fit.
+    Raises UserError if they do not fit, or if a file is damaged of the exported folder that they are in.
     """
+    exports.check_files(path.parent)
     with one_line(f"{path} does not hold weights of this model"):
         timm.models.load_checkpoint(model, str(path), use_ema=True, weights_only=True)
     return model.eval()

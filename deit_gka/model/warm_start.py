@@ -13,20 +13,17 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
-import timm
 import torch
 from timm.layers import resample_abs_pos_embed, resample_patch_embed
-from timm.models import load_state_dict
 from torch import nn
 
-from deit_gka.model.checkpoints import find_checkpoint, is_export, one_line, recorded, timm_weights, weights_in
+from deit_gka.model.checkpoints import SavedModel, find_model
 from deit_gka.recipe import Recipe
-from trainkit_gka import exports
 from trainkit_gka.cli import UserError
 
 Tensors = dict[str, torch.Tensor]
+FLAG = "--initial-weights"
 LEAST_SHARE = 0.5  # of the parameters outside the head
 
 
@@ -56,52 +53,18 @@ def shortened(names: Iterable[str]) -> str:
     return ", ".join(words[:8]) + (f" and {len(words) - 8} more" if len(words) > 8 else "")
 
 
-@dataclass
-class Start:
-    """Weights to start from, and their metadata; see `recorded`."""
-
-    tensors: Tensors
-    classes: Sequence[str] = ()
-    about: dict[str, Any] = field(default_factory=dict)
-
-    def warnings(self, source: str, classes: Sequence[str], recipe: Recipe) -> list[str]:
-        """Warnings for a run on images of `classes` that starts from these weights."""
-        warnings = []
-        if len(self.classes) == len(classes) and not set(self.classes) & set(classes):
-            example = f"'{classes[0]}' for '{self.classes[0]}'"
-            warnings.append(f"{source} has other names for its classes ({example}); its head is taken in their order")
-        for name in ("mean", "std"):
-            theirs, ours = self.about.get(name) or (), getattr(recipe, name)
-            if any(abs(one - other) > 1e-3 for one, other in zip(theirs, ours)):
-                flag = " ".join([f"--{name}", *(f"{value:g}" for value in theirs)])
-                warnings.append(f"{source} saw images with another {name} than this run's {ours}; {flag} keeps it")
-        return warnings
-
-
-def read_start(source: str) -> Start:
-    """The weights called `source`. Raises UserError if there are none.
-
-    source: a .safetensors or .pth file (DeiT's own too; none of its code is run), one of our runs (its average, or else
-    its raw weights) or exported folders, or the name of a timm model that has weights.
-    """
-    path = Path(source).expanduser()
-    if path.is_dir() and not is_export(path):
-        checkpoint = find_checkpoint(path)
-        return Start(checkpoint.tensors(weights_in(checkpoint)[0]), *recorded(path))
-    if path.is_dir():
-        path = path / exports.WEIGHTS
-    if not path.is_file():
-        if not timm.is_model(source):
-            kinds = "a file of weights, a run or exported folder, or the name of a timm model that has weights"
-            raise UserError(f"--initial-weights {source} does not exist; it is {kinds}")
-        model = timm_weights(source, "--initial-weights")
-        return Start(model.state_dict(), (), model.pretrained_cfg)
-    with one_line(f"{path} does not hold weights"):
-        weights = load_state_dict(str(path), use_ema=True, weights_only=True)
-    weights = {name: value for name, value in weights.items() if isinstance(value, torch.Tensor)}
-    if not weights:
-        raise UserError(f"{path} does not hold weights: it has no named tensors")
-    return Start(weights, *recorded(path))
+def warnings_of(start: SavedModel, source: str, classes: Sequence[str], recipe: Recipe) -> list[str]:
+    """Warnings for a run on images of `classes` that starts from the weights `start`, called `source`."""
+    warnings = []
+    if len(start.classes) == len(classes) and not set(start.classes) & set(classes):
+        example = f"'{classes[0]}' for '{start.classes[0]}'"
+        warnings.append(f"{source} has other names for its classes ({example}); its head is taken in their order")
+    for name in ("mean", "std"):
+        theirs, ours = start.about.get(name) or (), getattr(recipe, name)
+        if any(abs(one - other) > 1e-3 for one, other in zip(theirs, ours)):
+            flag = " ".join([f"--{name}", *(f"{value:g}" for value in theirs)])
+            warnings.append(f"{source} saw images with another {name} than this run's {ours}; {flag} keeps it")
+    return warnings
 
 
 def fingerprint(weights: Tensors) -> str:
@@ -124,10 +87,10 @@ def check_same(source: str, saved: dict[str, str] | None, folder: Path) -> None:
     same = source and saved and source == saved["from"] and not Path(source).is_file()
     if source and saved and not same:
         with contextlib.suppress(UserError):
-            same = fingerprint(read_start(source).tensors) == saved["hash"]
+            same = fingerprint(find_model(source, FLAG).tensors) == saved["hash"]
     if not same:
         start = f"{saved['from']} as it was then" if saved else "no weights"
-        differ = f"--initial-weights is {source or 'not given'} but the run in {folder} started from {start}"
+        differ = f"{FLAG} is {source or 'not given'} but the run in {folder} started from {start}"
         raise UserError(f"{differ}; give the same, or another --model-tag")
 
 

@@ -10,12 +10,11 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from timm.data import resolve_model_data_config
 from timm.loss import SoftTargetCrossEntropy
 from torch import nn
 
 from deit_gka.data.sources.classes import numbers_by_name
-from deit_gka.model.checkpoints import build, find_checkpoint, load_file, load_run, recorded, timm_weights, weights_in
+from deit_gka.model.checkpoints import SavedModel, build, data_config, find_model, load_file
 from deit_gka.recipe import Colour, Recipe
 from trainkit_gka.cli import UserError
 
@@ -59,23 +58,16 @@ def load_teacher(recipe: Recipe, classes: list[str]) -> Teacher:
     cannot be had, or if the teacher has another number of classes or knows only some of their names.
     """
     name, path = recipe.teacher_model, recipe.teacher_path
-    folder = Path(name).expanduser()
-    if folder.is_dir() and not (folder / "config.json").exists():
-        checkpoint = find_checkpoint(folder)
-        model = load_run(checkpoint, weights_in(checkpoint)[0], "cpu")
-    elif path:
-        model = load_file(Path(path), build(name, len(classes)))
-    else:
-        model = timm_weights(f"local-dir:{folder}" if folder.is_dir() else name, "--teacher-model")
+    saved = SavedModel("--teacher-path", file=Path(path)) if path else find_model(name, "--teacher-model")
+    model = load_file(saved.file, build(name, len(classes))) if path else saved.model()
     if model.num_classes != len(classes):
         counts = f"{model.num_classes} classes but the data has {len(classes)}"
         raise UserError(f"--teacher-model {name} was trained on {counts}")
-    known = recorded(folder)[0] if folder.is_dir() else ()
-    numbers = numbers_by_name(classes, known)
-    if numbers is None and set(known) & set(classes):
+    numbers = numbers_by_name(classes, saved.classes)
+    if numbers is None and set(saved.classes) & set(classes):
         differ = f"--teacher-model {name} was trained on other classes than the data's"
         raise UserError(f"{differ}; give a teacher of the same classes")
-    about, size = resolve_model_data_config(model), None
+    about, size = data_config(model, name), None
     if not getattr(model, "dynamic_img_size", False):  # a convolutional network takes any size, and says so nowhere
         fixed = about["input_size"][-2:] if model.pretrained_cfg.get("fixed_input_size") else None
         size = getattr(getattr(model, "patch_embed", None), "img_size", None) or fixed

@@ -1,6 +1,7 @@
 """One update and one evaluation: mix, forward, loss, backward; top-1 and top-5."""
 
 import contextlib
+import time
 from collections.abc import Callable, Iterable, Iterator
 
 import numpy as np
@@ -91,33 +92,53 @@ def evaluate(
     amp: str = "auto",
     advance: Callable[[ImageBatch], None] = lambda batch: None,
     stop: Stop | None = None,
-) -> dict[str, dict[str, float]]:
+    timed: bool = False,
+) -> dict[str, dict[str, float | None]]:
     """Accuracy and cross entropy of every model over the images of all processes, each counted once, in one pass.
 
     models: left in evaluation mode. advance: called after every batch. Returns, by name, top1 and top5 (percent), loss,
-    images, broken (left out). Raises UserError if every image is left out, Interrupted if `stop` is set meanwhile.
+    images, broken (left out). timed: also images_per_second of the model's forward passes alone, on all processes, each
+    without its first batch (None if there is no other), and loading, the seconds in which workers made the batches.
+    Raises UserError if every image is left out, Interrupted if `stop` is set meanwhile.
     """
-    # Right at 1, right at 5, loss, images, broken
-    sums = torch.zeros(len(models), 5, dtype=torch.float64, device=runtime.device)
+    # Right at 1, right at 5, loss, images, broken; images and seconds that are timed; seconds of loading
+    sums = torch.zeros(len(models), 8, dtype=torch.float64, device=runtime.device)
+    warm = False
     for batch in runtime.rounds(loader, stop):
         sums[:, 4] += len(batch.broken)
+        sums[:, 7] += batch.seconds
         if len(batch.images):
             images, labels = (tensor.to(runtime.device, non_blocking=True) for tensor in (batch.images, batch.labels))
             for place, model in enumerate(models.values()):
+                started = _now(runtime.device) if timed else 0.0
                 with autocast(runtime.device, amp):
                     logits = model.eval()(images)
+                if timed and warm:
+                    sums[place, 5] += len(images)
+                    sums[place, 6] += _now(runtime.device) - started
                 best = logits.topk(min(5, logits.shape[1])).indices == labels[:, None]
                 loss = F.cross_entropy(logits.float(), labels, reduction="sum")
                 count = torch.tensor(len(labels), device=loss.device)
                 sums[place, :4] += torch.stack([best[:, 0].sum(), best.sum(), loss, count]).double()
+            warm = True
         advance(batch)
     results = {}
-    for name, (top1, top5, loss, count, broken) in zip(models, runtime.sum(sums).tolist()):
+    for name, (top1, top5, loss, count, broken, images, seconds, loading) in zip(models, runtime.sum(sums).tolist()):
         if not count:
             raise UserError("there is no readable image to evaluate on")
         accuracy = {"top1": 100 * top1 / count, "top5": 100 * top5 / count, "loss": loss / count}
         results[name] = {**accuracy, "images": int(count), "broken": int(broken)}
+        if timed:
+            speed = runtime.world_size * images / seconds if seconds else None
+            results[name] |= {"images_per_second": speed, "loading": loading}
     return results
+
+
+def _now(device: torch.device) -> float:
+    """The time in seconds at which the device has done what it was given."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
 
 
 def bandwidths(model: nn.Module) -> Iterator[tuple[int, nn.Module, list[float]]]:

@@ -20,7 +20,7 @@ from nanochat_gka.model.gpt import GPT, build
 from trainkit_gka import checkpoint
 from trainkit_gka.checkpoint import Checkpoint, run_folder
 from trainkit_gka.cli import UserError, reason_of
-from trainkit_gka.exports import CONFIG, WEIGHTS, export_folder
+from trainkit_gka.exports import CONFIG, WEIGHTS, check_files, export_folder
 from trainkit_gka.files import read_json, sha256, write_json
 from trainkit_gka.results import git_commit
 
@@ -139,7 +139,8 @@ def export(loaded: Loaded, folder: Path) -> dict[str, Any]:
         "model": asdict(model.config),
         "checkpoint_sha256": loaded.sha256,
     }
-    with export_folder(folder, lambda: _exported(folder)["checkpoint_sha256"] == loaded.sha256) as incoming:
+    files = (WEIGHTS, CONFIG, EXPORTED_NAME)
+    with export_folder(folder, lambda: _exported(folder)["checkpoint_sha256"] == loaded.sha256, files) as incoming:
         checkpoint.write_tensors(model.state_dict(), incoming / WEIGHTS, metadata={"format": "pt"})
         loaded.tokenizer.save(incoming, EXPORTED_NAME)
         huggingface_tokenizer.save(loaded.tokenizer, incoming, model.config.sequence_len)
@@ -176,9 +177,7 @@ def _load_exported(folder: Path, step: int, device: torch.device | str) -> Loade
     about = _exported(folder)
     if step not in (-1, about["step"]):
         raise UserError(f"{folder} holds step {about['step']}, not {step}")
-    for name, digest in about["sha256"].items():
-        if not (folder / name).is_file() or sha256(folder / name) != digest:
-            raise UserError(f"{folder / name} is missing or damaged (not as {CONFIG} says); copy or export it again")
+    check_files(folder, about["sha256"])
     try:
         weights = load_file(folder / WEIGHTS)
     except SafetensorError as error:

@@ -1,6 +1,7 @@
 """What reads a vision run: evaluation and export, of any kind of attention, and which class is which."""
 
 import json
+import re
 import shutil
 
 import pytest
@@ -10,6 +11,7 @@ from PIL import Image
 
 import tiny
 from deit_gka import evaluate
+from deit_gka.data.sources import decode
 from deit_gka.data.sources.classes import in_order, numbers_in_model
 from deit_gka.data.transforms import eval_transform
 from deit_gka.model.attention import kind_of
@@ -21,6 +23,7 @@ from tiny_images import write
 from tiny_vision import MICRO, SHAPE, SIZE, call, encoded
 from trainkit_gka.checkpoint import save as save_checkpoint
 from trainkit_gka.cli import UserError
+from trainkit_gka.exports import CHECKSUMS, CONFIG, WEIGHTS
 from vision_runs import EVALUATE, EXPORT, STEPS, TRAIN, Code, checkpoint, evaluated, micro
 
 METRICS = ("top1", "top5", "loss", "images")
@@ -43,6 +46,37 @@ def test_evaluate_finds_what_the_trainer_found(uninterrupted, pictures, tmp_path
     best = evaluated(tmp_path, "--data", pictures, "--run", path, "--best", "--weights", "ema")["metrics"]
     assert best.keys() == {"ema"}
     assert best["ema"]["top1"] == max(record["ema_top1"] for record in events(uninterrupted, "eval"))
+
+
+def test_images_per_second_are_each_models_own(tmp_path, monkeypatch):
+    """On a clock that only models and the loading move: neither counts the other model, its start or the loading."""
+    clock = [0.0]
+    monkeypatch.setattr("time.perf_counter", lambda: clock[0])
+
+    class Paced(torch.nn.Module):
+        """Takes 7 seconds to start, and then 1 second for `pace` images."""
+
+        num_classes, started = 10, False
+
+        def forward(self, images):
+            clock[0] += len(images) / self.pace + 7 * (not self.started)
+            self.started = True
+            return torch.zeros(len(images), 10)
+
+    models = {"model": Paced(), "ema": Paced()}
+    models["model"].pace, models["ema"].pace = 50, 200
+    settings = {"input_size": (SIZE, SIZE), "crop_pct": 1.0}
+    monkeypatch.setattr(evaluate, "load_models", lambda *_: (models, settings, ()))
+
+    def decode_slowly(image):
+        clock[0] += 1 / 25
+        return decode(image)
+
+    monkeypatch.setattr("deit_gka.data.batch.decode", decode_slowly)
+    flags = ["--model", "x", "--pretrained", "--data", "digits", "--device-batch-size", 64]
+    metrics = evaluated(tmp_path, *flags)["metrics"]
+    assert {name: of["images_per_second"] for name, of in metrics.items()} == pytest.approx({"model": 50, "ema": 200})
+    assert all(of["loader_images_per_second"] == pytest.approx(25) for of in metrics.values())
 
 
 @pytest.mark.parametrize("name, more", [
@@ -155,6 +189,7 @@ def places(tmp_path_factory):
         write_classes(root / name, classes)
     for name, classes in (("run", NAMES), ("old", AS_TEXT)):
         save_run(root / name, classes)
+    (root / "exported-old" / CHECKSUMS).unlink()  # as in exports of before there were any
     shutil.copy(root / "run/checkpoints/step_00000001/model.safetensors", root / "bare.safetensors")
     return root
 
@@ -208,6 +243,36 @@ def test_a_teacher_whose_classes_are_in_another_order_teaches_by_name(teacher, p
     assert torch.equal(by_number, torch.stack([as_text[:, AS_TEXT.index(name)] for name in NUMBERS], dim=1))
     with pytest.raises(UserError, match="--teacher-model"):
         load_teacher(recipe, ["zebra", *NUMBERS[1:]])
+
+
+DAMAGED = {  # values in an exported folder's config.json, or a flipped bit of its weights; the file that is named
+    "a bit": (None, WEIGHTS),
+    "crop": ({"pretrained_cfg": {"crop_pct": 0.5}}, CONFIG),
+    # With the checksums of these values, or without any
+    "label_names": ({"label_names": 3}, CONFIG),
+    "a name": ({"label_names": [1] * COUNT}, CONFIG),
+    "pretrained_cfg": ({"pretrained_cfg": 3}, CONFIG),
+    "mean": ({"pretrained_cfg": {"mean": "grey"}}, CONFIG),
+}
+
+
+@pytest.mark.parametrize("case", DAMAGED)
+def test_damaged_exports_are_one_line(case, places, tmp_path):
+    """The folder or the file in it, wherever it may be named."""
+    (values, named), folder = DAMAGED[case], shutil.copytree(places / "exported-run", tmp_path / "exported")
+    if values is None:
+        content = (folder / WEIGHTS).read_bytes()
+        (folder / WEIGHTS).write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    else:
+        config = json.loads((folder / CONFIG).read_text())
+        write(folder / CONFIG, json.dumps(config | values).encode())
+        if case != "crop":
+            (folder / CHECKSUMS).unlink()
+    for model in (["--run", folder], [*TWELVE, folder / WEIGHTS]):
+        argv = ["--data", places / "named", *model, "--device-type", "cpu"]
+        assert str(folder / named) in tiny.refused(evaluate.main, evaluate.EvaluateConfig, *argv)
+    with tiny.one_line_error(re.escape(str(folder / named))):
+        load_teacher(Recipe(teacher_model=str(folder)), NAMES)
 
 
 def test_names_that_a_model_does_not_know_are_refused(places, tmp_path):

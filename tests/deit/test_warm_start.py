@@ -18,8 +18,8 @@ import tiny_vision
 from deit_gka import train as training
 from deit_gka.data.sources import decode
 from deit_gka.data.transforms import eval_transform
-from deit_gka.model.checkpoints import export, find_checkpoint
-from deit_gka.model.warm_start import fingerprint, read_start, warm_start
+from deit_gka.model.checkpoints import export, find_checkpoint, find_model
+from deit_gka.model.warm_start import FLAG, fingerprint, warm_start, warnings_of
 from deit_gka.recipe import Recipe
 from deit_gka.training.config import TrainConfig
 from tiny import one_line_error
@@ -64,7 +64,7 @@ def test_positions_and_patches_are_resized_as_in_timm(change, tmp_path):
     torch.nn.init.normal_(weights["pos_embed"])
     path = str(tmp_path / "weights.pth")
     torch.save({"model": weights}, path)
-    done = warm_start(model, read_start(path).tensors, "x")
+    done = warm_start(model, find_model(path, FLAG).tensors, "x")
     timm.models.load_checkpoint(timms, path, filter_fn=timm.models.vision_transformer.checkpoint_filter_fn)
     assert done.resized == ["pos_embed", *["patch_embed.proj.weight"] * ("patch_size" in change)]
     assert not done.new and not done.unused
@@ -121,10 +121,10 @@ def test_weights_come_from_files_runs_and_exports(digits, tmp_path):
     torch.save({"state_dict": {f"module.{name}": value for name, value in weights.items()}}, tmp_path / "timm.pth.tar")
     save_file(weights, tmp_path / "plain.safetensors")
     for name in ("deit.pth", "timm.pth.tar", "plain.safetensors"):
-        assert fingerprint(read_start(str(tmp_path / name)).tensors) == fingerprint(weights)
+        assert fingerprint(find_model(tmp_path / name, FLAG).tensors) == fingerprint(weights)
     export(find_checkpoint(digits / "run"), "ema", tmp_path / "exported")
     for folder in (digits / "run", sorted((digits / "run/checkpoints").iterdir())[-1], tmp_path / "exported"):
-        assert fingerprint(read_start(str(folder)).tensors) == fingerprint(average) != fingerprint(weights)
+        assert fingerprint(find_model(folder, FLAG).tensors) == fingerprint(average) != fingerprint(weights)
 
 
 def test_sources_without_weights_are_one_line(tmp_path, monkeypatch):
@@ -136,7 +136,7 @@ def test_sources_without_weights_are_one_line(tmp_path, monkeypatch):
     torch.save([1, 2], tmp_path / "list.pth")
     for source in (*(tmp_path / f"{name}.pth" for name in ("code", "text", "list")), "/nowhere.pth", tmp_path, GKA):
         with one_line_error(re.escape(str(source))):
-            read_start(str(source))
+            find_model(source, FLAG).tensors  # noqa: B018
     assert not Code.MARKER.exists()
 
 
@@ -209,5 +209,5 @@ def test_a_new_run_takes_the_head_by_class_name_and_is_warned_of_another_normali
     start = [*SHORT, "--initial-weights", out / "exported", "--stop-after", 1]
     output = train_on(pictures, tmp_path, *start).stdout
     assert "2 of 3 classes" in output and "--mean 0.5 0.4 0.3" in output and "--std 0.25 0.5 0.2" in output
-    initial, classes = read_start(str(out / "exported")), ["class_1", "class_2", "zebra"]
-    assert not initial.warnings("x", classes, Recipe(mean=tuple(COLOURS[1:4]), std=tuple(COLOURS[5:])))
+    initial, recipe = find_model(out / "exported", FLAG), Recipe(mean=tuple(COLOURS[1:4]), std=tuple(COLOURS[5:]))
+    assert not warnings_of(initial, "x", ["class_1", "class_2", "zebra"], recipe)

@@ -41,7 +41,7 @@ def test_an_exported_model_gives_the_same_logits(variant, packed, tokenizer, tmp
 
 def test_an_exported_folder_describes_the_model(trained, packed, tokenizer, tmp_path, capsys):
     out = exported(trained, tmp_path / "out")
-    ours = {"model.safetensors", "config.json", "gka_tokenizer.json", "README.md"}
+    ours = {"model.safetensors", "config.json", "checksums.json", "gka_tokenizer.json", "README.md"}
     theirs = {"tokenizer.json", "tokenizer_config.json", "generation_config.json"}
     assert {path.name for path in out.iterdir()} == ours | theirs
     assert len({path.stat().st_mode for path in out.iterdir()}) == 1
@@ -60,6 +60,8 @@ def test_an_exported_folder_describes_the_model(trained, packed, tokenizer, tmp_
     with pytest.raises(SystemExit):  # does not replace another model
         exported((write_run(tmp_path / "other", other, packed / "tokenizer"), other), out)
     assert "holds another model" in capsys.readouterr().err and load(out).name == "tiny-run"
+    (out / "checksums.json").unlink()  # as in exports of before it was written
+    assert load(out).name == "tiny-run"
 
 
 NOT_OURS = "not of a model that this project exported"
@@ -70,6 +72,7 @@ CONFIGS = {
     "vision": ({"architecture": "deit_tiny_gka_patch16_224"}, "is an exported vision model"),
     "later settings": ({"model": {"smear": True}}, "settings that are not known here: smear"),
     "flipped": (None, "model.safetensors is missing or damaged"),
+    "another length": ({"model": {"sequence_len": 74}}, "config.json is missing or damaged"),
 }
 
 
@@ -83,6 +86,8 @@ def test_foreign_and_damaged_folders_are_refused(changes, message, trained, tmp_
         config = json.loads((out / "config.json").read_text())
         changed = {**config, **changes, "model": config["model"] | changes.get("model", {})}
         (out / "config.json").write_text(json.dumps(changed))
+        if "damaged" not in message:
+            (out / "checksums.json").unlink()
     with tiny.one_line_error(message):
         load(out)
 
