@@ -78,6 +78,8 @@ def check(config: EvaluateConfig) -> None:
         raise UserError(f"--data is missing; it is {FORMS}")
     if (config.run is None) == (not config.model):
         raise UserError("give either --run (a trained run) or --model (a timm name)")
+    if config.run is not None and not config.run.is_dir():
+        raise UserError(f"--run {config.run} is not a folder; give the folder of a run, or an exported one")
     if config.model and config.checkpoint is None and not config.pretrained:
         raise UserError("--model needs weights: --checkpoint FILE, or --pretrained for timm's")
     if not config.weights:

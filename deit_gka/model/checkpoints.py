@@ -172,7 +172,7 @@ class SavedModel:
     """
 
     flag: str
-    name: str = ""  # for timm; empty where timm cannot load it
+    name: str  # as timm takes it
     file: Path | None = None
     checkpoint: Checkpoint | None = None
     classes: Sequence[str] = ()
@@ -182,9 +182,6 @@ class SavedModel:
         """The model, on the CPU. weights: of a run, "ema" or "model"; without, the average if it has one."""
         if self.checkpoint and not self.file:
             return load_run(self.checkpoint, weights or weights_in(self.checkpoint)[0], "cpu")
-        if not self.name:
-            kinds = "a run, an exported folder or the name of a timm model"
-            raise UserError(f"{self.flag} {self.file} holds weights without their model; give {kinds}")
         return timm_weights(self.name, self.flag)
 
     @cached_property
@@ -206,25 +203,24 @@ def find_model(source: str | Path, flag: str, best: bool = False) -> SavedModel:
     A folder is a run (or one checkpoint folder in it) or an export, a file is weights (their metadata may be beside
     them), and all else a timm name. best: as in `find_checkpoint`. Raises UserError if it is none of these, or damaged.
     """
-    path = Path(source).expanduser()
-    in_checkpoint = False
+    name, path, in_checkpoint = str(source), Path(source).expanduser(), False
     if path.is_file():
         with contextlib.suppress(UserError, OSError):  # other programs write manifests too
             in_checkpoint = path.name in read_json(path.parent / "manifest.json", "manifest")
     if in_checkpoint or (path.is_dir() and not is_export(path)):
         checkpoint = find_checkpoint(path.parent if in_checkpoint else path, best)
         state, file = checkpoint.state, path if in_checkpoint else None
-        return SavedModel(flag, "", file, checkpoint, state["classes"], about_images(state))
+        return SavedModel(flag, name, file, checkpoint, state["classes"], about_images(state))
     if path.is_dir():
         check_export(path)
         return SavedModel(flag, f"local-dir:{path}", path / exports.WEIGHTS, None, *_described(path))
     if path.is_file():
-        return SavedModel(flag, "", path, None, *(_described(path.parent) if is_export(path.parent) else ()))
-    config = timm.get_pretrained_cfg(str(source)) if timm.is_model(str(source)) else None
-    if config is None and not str(source).startswith("hf-hub:"):
+        return SavedModel(flag, name, path, None, *(_described(path.parent) if is_export(path.parent) else ()))
+    config = timm.get_pretrained_cfg(name) if timm.is_model(name) else None
+    if config is None and not name.startswith("hf-hub:"):
         kinds = "a file of weights, a run or exported folder, or the name of a timm model that has weights"
-        raise UserError(f"{flag} {source} does not exist; it is {kinds}")
-    return SavedModel(flag, str(source), about=config.to_dict() if config else {})
+        raise UserError(f"{flag} {name} does not exist; it is {kinds}")
+    return SavedModel(flag, name, about=config.to_dict() if config else {})
 
 
 def is_export(path: Path) -> bool:

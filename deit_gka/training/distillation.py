@@ -58,8 +58,8 @@ def load_teacher(recipe: Recipe, classes: list[str]) -> Teacher:
     cannot be had, or if the teacher has another number of classes or knows only some of their names.
     """
     name, path = recipe.teacher_model, recipe.teacher_path
-    saved = SavedModel("--teacher-path", file=Path(path)) if path else find_model(name, "--teacher-model")
-    model = load_file(saved.file, build(name, len(classes))) if path else saved.model()
+    saved = SavedModel("--teacher-path", name) if path else find_model(name, "--teacher-model")
+    model = load_file(Path(path), build(name, len(classes))) if path else saved.model()
     if model.num_classes != len(classes):
         counts = f"{model.num_classes} classes but the data has {len(classes)}"
         raise UserError(f"--teacher-model {name} was trained on {counts}")

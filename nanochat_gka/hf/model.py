@@ -5,6 +5,7 @@ Legend: B rows, T tokens of the pass in each, n tokens so far, padding included,
 
 from dataclasses import fields
 from itertools import groupby
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -19,6 +20,7 @@ from nanochat_gka.model.checkpoints import FACTS_OF_THE_FILES, MODEL_TYPE
 from nanochat_gka.model.config import GPTConfig
 from nanochat_gka.model.context import Context, Tensors, map_distinct
 from nanochat_gka.model.gpt import GPT
+from trainkit_gka.exports import check_files
 
 CACHE = "cache" if "cache" in CausalLMOutputWithPast.__dataclass_fields__ else "past_key_values"  # from 5.24 on: cache
 LAYERS = (DynamicLayer, StaticLayer)  # these and no subclass: others cut, quantise or compress what they are given
@@ -178,7 +180,11 @@ class GKAForCausalLM(PreTrainedModel, GenerationMixin):
 
     @classmethod
     def from_pretrained(cls, *arguments, **options):
-        """As transformers', from safetensors alone: nothing is unpickled. Raises ValueError for weights left over."""
+        """As transformers', from safetensors alone: nothing is unpickled.
+
+        Raises ValueError for weights left over, UserError for an exported folder that is damaged.
+        """
+        check_files(Path(str((*arguments, options.get("pretrained_model_name_or_path"))[0])))
         with_info = {"use_safetensors": True, **options, "output_loading_info": True}
         model, info = super().from_pretrained(*arguments, **with_info)
         if unknown := sorted(info["unexpected_keys"]):

@@ -14,6 +14,7 @@ from nanochat_gka import evaluate, export
 from nanochat_gka.data.tokenizer import Tokenizer
 from nanochat_gka.generation.engine import Engine
 from nanochat_gka.generation.sampling import SAMPLE_PROMPTS, Sampling
+from nanochat_gka.hf import GKAForCausalLM
 from nanochat_gka.model import onnx as language
 from nanochat_gka.model.checkpoints import load
 from tiny_gpt import SHAPE, VARIANTS, awake, write_run
@@ -90,6 +91,9 @@ def test_foreign_and_damaged_folders_are_refused(changes, message, trained, tmp_
             (out / "checksums.json").unlink()
     with tiny.one_line_error(message):
         load(out)
+    if changes is None or "sequence_len" in changes.get("model", {}):
+        with tiny.one_line_error(message):
+            GKAForCausalLM.from_pretrained(out)
 
 
 def test_another_models_tokenizer_is_refused(trained, tokenizer, tmp_path):
