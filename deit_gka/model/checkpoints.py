@@ -246,20 +246,11 @@ def _described(folder: Path) -> tuple[list[str], dict[str, Any]]:
     Raises UserError for values of another type, and for a damaged file of an export.
     """
     exports.check_files(folder)
-    path = folder / exports.CONFIG
-    config = read_json(path, "configuration")
-    names, about = config.get("label_names", []), config.get("pretrained_cfg", {})
-    names = list(names.values()) if isinstance(names, dict) else names  # timm's other form, by number
-    if not _is_list(names, str):
-        raise UserError(f"{path} is damaged: its label_names must be a list of names")
-    if not isinstance(about, dict) or not all(_is_list(about.get(key, []), (int, float)) for key in ("mean", "std")):
-        raise UserError(f"{path} is damaged: its pretrained_cfg must be an object whose mean and std are numbers")
-    return names, about
-
-
-def _is_list(value: Any, kinds: type | tuple[type, ...]) -> bool:
-    """Whether a value is a list whose items are all of these types."""
-    return isinstance(value, list) and all(isinstance(item, kinds) for item in value)
+    config = read_json(folder / exports.CONFIG, "configuration")
+    with one_line(f"{folder / exports.CONFIG} is damaged"):
+        about = {**(config.get("pretrained_cfg") or {})}
+        colours = {name: [float(value) for value in about[name]] for name in ("mean", "std") if about.get(name)}
+        return [str(name) for name in config.get("label_names") or []], {**about, **colours}
 
 
 def data_config(model: nn.Module, name: str) -> dict[str, Any]:

@@ -250,7 +250,6 @@ DAMAGED = {  # values in an exported folder's config.json, or a flipped bit of i
     "crop": ({"pretrained_cfg": {"crop_pct": 0.5}}, CONFIG),
     # With the checksums of these values, or without any
     "label_names": ({"label_names": 3}, CONFIG),
-    "a name": ({"label_names": [1] * COUNT}, CONFIG),
     "pretrained_cfg": ({"pretrained_cfg": 3}, CONFIG),
     "mean": ({"pretrained_cfg": {"mean": "grey"}}, CONFIG),
 }
