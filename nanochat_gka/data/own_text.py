@@ -78,7 +78,7 @@ class TextSource:
         self.counts: Counter[str] = Counter()  # of records of JSON, those that are skipped, and empty documents
         self.skipped: list[str] = []  # the places of the first
         self.without_text: set[str] = set()  # files of JSON without the field, which are left out among other text
-        self.may_skip = not self.splits and any(_kind(name)[0] != ".json" for name in chosen)
+        self.may_skip = not (strict or self.splits) and any(_kind(name)[0] != ".json" for name in chosen)
 
     def write(self) -> None:
         """Write train.parquet and val.parquet, unless they are there and no file has changed since.
@@ -164,25 +164,30 @@ class TextSource:
             raise UserError(f"{path} is damaged, or is not what its name says ({reason_of(error)})") from None
 
     def _texts(self, name: str, stream: io.TextIOWrapper) -> Iterator[str]:
-        """The texts of a file of JSON that are not null; none of a .json among other text whose first record has none.
+        """The texts of a file of JSON that are not null. A .json file without any is left out among other text.
 
-        Raises UserError where a record has no text if none may be skipped, or if none of the first had one.
+        Raises UserError for a record without text if none may be skipped, or if none of CERTAIN records has one.
         """
-        for number, (place, record) in enumerate(_records(self.files[name], stream)):
+        before, places = self.counts.copy(), len(self.skipped)
+        is_other = self.may_skip and _kind(name)[0] == ".json"
+        for place, record in _records(self.files[name], stream):
             text = _text_in(record, self.column)
             has_none = not isinstance(text, str | None)
-            if has_none and number == 0 and self.may_skip and _kind(name)[0] == ".json":
-                self.without_text.add(name)
-                return
+            is_other = is_other and has_none
             self.counts.update(records=1, skipped=has_none)
             if isinstance(text, str):
                 yield text
             if has_none and len(self.skipped) < NAMED:
                 self.skipped.append(f"{name} {place}" if self.skipped else f"{name} {place} is {reprlib.repr(record)}")
-            if has_none and (self.strict or self.counts["skipped"] == self.counts["records"] == CERTAIN):
+            is_refused = self.strict or self.counts["skipped"] == self.counts["records"] == CERTAIN
+            if has_none and is_refused and not is_other:
                 raise self._refusal()
+        if is_other and self.counts != before:
+            self.without_text.add(name)
+            self.counts, self.skipped = before, self.skipped[:places]
 
     def _describe_skipped(self) -> str:
+        """How many records have no text, and where the first of them are."""
         number, records = self.counts["skipped"], self.counts["records"]
         places = ", ".join(self.skipped) + (", ..." if number > NAMED else "")
         return f"{number:,} of {records:,} records, without a field {self.column} that is a string: {places}"

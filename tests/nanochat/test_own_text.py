@@ -198,6 +198,7 @@ REFUSED = {
     "missing": ({"a.jsonl": '{"body": "x", "id": 1}'}, "a.jsonl .*line 1 .*body.*id"),
     "no object": ({"a.json": '["x"]'}, "a.json .*record 1"),
     "later": ({"a.json": lines("x") + '{"body": "y"}', "b.md": BOOK}, "a.json .*line 2"),
+    "first": ({"a.json": '{"body": "y"}\n' + lines("x"), "b.md": BOOK}, "1 of 2 .*a.json line 1"),
     "lines beside text": ({"a.jsonl": '{"body": "y"}', "b.md": BOOK}, "a.jsonl .*body"),
     "json alone": ({"a.json": '{"body": "y"}', "b.json": '{"text": "y"}'}, "a.json .*body"),
     "one in a hundred": ({"a.jsonl": lines(*"x" * 99) + '{"text": 1e999}'}, "1 of 100 .*a.jsonl line 100 .*inf"),
