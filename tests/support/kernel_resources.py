@@ -6,8 +6,8 @@
 
 Per configuration, in its kernel's heaviest case: registers per thread, bytes of spilled registers (STACK), shared
 memory, tensor-core instructions (HGMMA on Hopper, HMMA), asynchronous copies (LDGSTS). Ends with 1 if one breaks a
-limit: spills, more shared memory than the device has, no tensor cores, no asynchronous copies. Needs the triton
-package and no GPU.
+limit: spills, more shared memory than the device has, no tensor cores, no asynchronous copies (LDGSTS or, by a
+descriptor, UTMALDG). Needs the triton package and no GPU.
 """
 
 import collections
@@ -28,7 +28,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from gka.bandwidth import LOG_SIGMA_BOUND
-from gka.impl.triton import backward, configs, forward
+from gka.impl.triton import backward, configs, forward, triangular
 from gka.impl.triton.tiles import NORM_COMPUTED, NORM_CONSTANT
 
 VERSION = f"# Triton {triton.__version__},"
@@ -37,7 +37,7 @@ GOLDEN = ROOT / "tests" / "golden" / "kernel_resources.txt"
 # What is compiled, and what chooses it.
 SOURCES = (
     "gka/bandwidth.py",
-    *(f"gka/impl/triton/{name}.py" for name in ("backward", "configs", "forward", "tiles")),
+    *(f"gka/impl/triton/{name}.py" for name in ("backward", "configs", "forward", "tiles", "triangular")),
     "tests/support/kernel_resources.py",
 )
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
@@ -59,6 +59,7 @@ KERNELS = {
     "forward": (forward.gka_forward_kernel, "window, values", NOT_SPLIT),
     "decode": (forward.gka_forward_kernel, "general, split", dict(NORM=NORM_COMPUTED.value, **SPLIT)),
     "symmetric": (backward.gka_symmetric_kernel, "window", dict(CONSTANT=False, HAS_REACH=True)),
+    "triangular": (triangular.gka_triangular_kernel, "last tile cut", dict(MASKED=True)),
     "queries": (backward.gka_queries_kernel, "window, values", dict(CONSTANT=True, **VALUES_IN_WINDOW)),
     "keys": (backward.gka_keys_kernel, "window, values", dict(CONSTANT=True, **VALUES_IN_WINDOW)),
 }
@@ -79,7 +80,7 @@ class Build(NamedTuple):
         shape |= dict(BM=self.config.rows, BN=self.config.columns, **KERNELS[self.kernel][2])
         if self.kernel in ("forward", "decode", "symmetric"):
             shape["TAIL"] = self.config.columns
-        return shape
+        return {name: value for name, value in shape.items() if name in KERNELS[self.kernel][0].arg_names}
 
     def __str__(self) -> str:
         dtype, case = {2: "bf16", 4: "fp32"}[self.size], KERNELS[self.kernel][1]
@@ -109,7 +110,7 @@ class Resources(NamedTuple):
             f"spills {self.stack} bytes per thread": self.stack > spills,
             f"needs {self.shared} bytes of shared memory, the device has {limit}": self.shared > limit,
             f"has no {name}: no tensor cores": not cores,
-            "has no LDGSTS: copies are not asynchronous": pipelined and not self.instructions.get("LDGSTS"),
+            "has no asynchronous copies": pipelined and not any(map(self.instructions.get, ("LDGSTS", "UTMALDG"))),
         }
         return [text for text, broken in checks.items() if broken]
 
@@ -127,6 +128,9 @@ def compile_one(build: Build) -> Resources:
     features = {2: "*bf16", 4: "*fp32"}[build.size]
     types = {name: features if name in FEATURES else "*fp32" if name[:2] == "p_" else "i32" for name in names}
     types |= {"eps": "fp32"} if "eps" in names else {}
+    tile = f"[{build.config.columns},{build.head_dim}]>"
+    types |= {name: f"tensordesc<{features[1:]}{tile}" for name in ("x_rows", "dy_rows") if name in names}
+    types |= {"x_sum": f"tensordesc<fp32{tile}"} if "x_sum" in names else {}
     types |= dict.fromkeys(constants, "constexpr")
     # At run time the JIT finds pointers and strides divisible by 16; without that no copy is asynchronous.
     aligned = {
@@ -145,7 +149,7 @@ def compile_one(build: Build) -> Resources:
             for tool, *flags in (("cuobjdump", "-res-usage"), ("nvdisasm", "-c", "-ndf"))
         )
     registers, stack = map(int, re.findall(r"REG:(\d+) STACK:(\d+)", usage)[0])
-    counts = collections.Counter(re.findall(r"\b(HGMMA|HMMA|LDGSTS)\b", assembly))
+    counts = collections.Counter(re.findall(r"\b(HGMMA|HMMA|LDGSTS|UTMALDG)\b", assembly))
     return Resources(registers, stack, compiled.metadata.shared, dict(counts))
 
 

@@ -69,7 +69,7 @@ def foreign(
 
 # Triton's kernels
 
-KERNELS = ("forward", "decode", "symmetric", "queries", "keys")
+KERNELS = ("forward", "decode", "symmetric", "triangular", "queries", "keys")
 
 
 def features(kind: str, shape, dtype=torch.float32, seed: int = 0) -> torch.Tensor:

@@ -46,8 +46,8 @@ def _table(half: dict[str, tuple], single: dict[str, tuple]) -> Table:
     return Table(entries)
 
 
-# forward and decode: forward.py; symmetric, queries, keys: backward.py. None: queries and keys do symmetric's
-# work.
+# forward and decode: forward.py; symmetric, queries, keys: backward.py; triangular: triangular.py. None: queries and
+# keys do symmetric's work, and symmetric does triangular's.
 BLOCKS = (32, 64, 128)
 DECODE = ((16, 128, 4, 3), (16, 128, 4, 3), (16, 128, 4, 3))
 DECODE_SINGLE = ((16, 64, 4, 2), (16, 64, 4, 2), (16, 32, 4, 2))
@@ -75,6 +75,7 @@ TABLES = {
             forward=((128, 64, 4, 3), (64, 64, 4, 3), (64, 64, 4, 2)),
             decode=DECODE,
             symmetric=((64, 32, 4, 3), (64, 32, 4, 3), (128, 32, 8, 2)),
+            triangular=(None, (64, 64, 4, 2), None),
             queries=((64, 64, 4, 2), (64, 64, 4, 3), (128, 64, 8, 3)),
             keys=((64, 64, 4, 2), (128, 32, 8, 2), (128, 64, 8, 3)),
         ),

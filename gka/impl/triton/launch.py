@@ -2,15 +2,18 @@
 
 import torch
 import triton
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from gka.impl.triton.backward import gka_keys_kernel, gka_queries_kernel, gka_rows_kernel, gka_symmetric_kernel
 from gka.impl.triton.configs import Config, table_of
 from gka.impl.triton.forward import gka_forward_kernel, gka_merge_kernel, gka_norm_kernel
 from gka.impl.triton.tiles import NORM_COMPUTED, NORM_CONSTANT, NORM_LOADED
+from gka.impl.triton.triangular import gka_round_kernel, gka_triangular_kernel
 
 # From here on a kernel of its own computes the norms: on an H200 that made 256 tokens about a fifth faster, and 197 a
 # fifth slower.
 NORMS_FIRST_TOKENS = 256
+TRIANGULAR_FIRST_TOKENS = 1024  # on an H200 the triangular schedule lost at 197 tokens and won at 1,024
 DECODE_QUERIES = 16  # up to here a request is bound by reading the keys
 MIN_SPLIT = 256  # keys that a program of its own is worth
 
@@ -69,6 +72,9 @@ def backward(
     dvalues = dkeys if own_values else gradients[-1]
     shape = dict(D=head_dim, BLOCK_D=block_of(head_dim), BOUND=bound)
     symmetric = table.find("symmetric", x, shape["BLOCK_D"]) if own_keys and own_values and before == after else None
+    triangular = None
+    if symmetric is not None and before < 0 and lengths is None and not constant_norm and _may_add(x, grad_y):
+        triangular = table.find("triangular", x, shape["BLOCK_D"])
 
     delta = torch.empty_like(level)
     share = torch.empty_like(level) if symmetric is not None and not constant_norm else level
@@ -82,7 +88,22 @@ def backward(
         blocks = triton.cdiv(length, config.rows)
         return batch * heads * blocks, x.new_empty((heads, batch * blocks), dtype=torch.float32)
 
-    if symmetric is not None:
+    if triangular is not None:
+        programs, dls = partials(triangular)
+        dx_sum = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+        total = torch.zeros_like(level)
+
+        def rows_of(t: torch.Tensor) -> TensorDescriptor:
+            shape, strides = [batch * length, heads * head_dim], [heads * head_dim, 1]
+            return TensorDescriptor(t, shape, strides, [triangular.columns, head_dim])
+
+        gka_triangular_kernel[(programs,)](
+            rows_of(x), rows_of(grad_y), rows_of(dx_sum), x, grad_y, dx_sum, log_sigma, norm, share, delta, total, dls,
+            heads, length, MASKED=length % triangular.rows != 0, D=head_dim, BOUND=bound,
+            **_tiles(triangular))  # fmt: skip
+        rows = batch * length * heads
+        gka_round_kernel[(triton.cdiv(rows, 64),)](dx_sum, x, total, dx, rows, heads, length, D=head_dim, BM=64)
+    elif symmetric is not None:
         programs, dls = partials(symmetric)
         gka_symmetric_kernel[(programs,)](
             x, log_sigma, lengths, grad_y, norm, share, delta, dx, dls, *strides[:3], heads, length, before,
@@ -102,6 +123,14 @@ def backward(
             num_keys, before, after, CONSTANT=constant_norm, OWN_KEYS=own_keys, OWN_VALUES=own_values,
             **masked, **_tiles(config), **shape)  # fmt: skip
     torch.sum(dls, dim=1, out=dlog_sigma)
+
+
+def _may_add(x: torch.Tensor, grad_y: torch.Tensor) -> bool:
+    """Whether programs may add to each other's rows, in any order, and descriptors can address all tensors."""
+    if x.shape[1] < TRIANGULAR_FIRST_TOKENS or torch.are_deterministic_algorithms_enabled():
+        return False
+    aligned = x.data_ptr() % 16 == 0 and grad_y.data_ptr() % 16 == 0
+    return aligned and x.is_contiguous() and x.shape[3] == block_of(x.shape[3])
 
 
 def block_of(size: int) -> int:
