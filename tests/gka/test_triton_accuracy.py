@@ -9,7 +9,6 @@ test_triton_gpu.py.
 import math
 from dataclasses import replace
 from functools import partial
-from unittest import mock
 
 import pytest
 import torch
@@ -59,36 +58,39 @@ def test_norms_from_a_kernel_of_their_own(tokens, monkeypatch):
     check("triton", (1, 300, 1, 16), causal=True, with_values=True)
 
 
+ROUTE = partial(gaussian_attention, impl="triton")
 TRIANGULAR = [(64, 64, 1), (64, 64, 64), (64, 64, 197), (64, 64, 256), (32, 16, 63), (32, 16, 100), (16, 16, 257)]
 
 
+@pytest.fixture
+def triangular(monkeypatch):
+    """Short sequences take the triangular schedule, although the suite computes in torch's deterministic mode."""
+    monkeypatch.setattr(launch, "TRIANGULAR_FIRST_TOKENS", 1)
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: False)
+
+
 @pytest.mark.parametrize("rows,columns,length", TRIANGULAR)
-def test_triangular_schedule(rows, columns, length, monkeypatch):
-    """Odd and even numbers of blocks, whole and cut. Where bits must repeat, the symmetric kernel's come out."""
+def test_triangular_schedule(rows, columns, length, triangular, monkeypatch):
+    """Odd and even numbers of blocks, whole and cut. Where bits must repeat, another kernel computes."""
     problem = Problem.seeded("normal", (2, length, 2, 32), device=DEVICE, eps=EPS)
-
-    def run(first_tokens: int) -> testing.Result:
-        monkeypatch.setattr(launch, "TRIANGULAR_FIRST_TOKENS", first_tokens)
-        return testing.run(partial(gaussian_attention, impl="triton"), problem)
-
     with tiles(rows, columns):
-        symmetric, triangular = run(length + 1), run(length)
-        testing.check(partial(gaussian_attention, impl="triton"), problem)
-        with mock.patch.object(torch, "are_deterministic_algorithms_enabled", return_value=True):
-            repeated = run(length)
-    assert length < rows or not torch.equal(triangular.dx, symmetric.dx)
-    assert torch.equal(repeated.dx, symmetric.dx)
+        testing.check(ROUTE, problem)
+        got = testing.run(ROUTE, problem)
+        monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
+        repeatable = testing.run(ROUTE, problem)
+        monkeypatch.setattr(launch, "TRIANGULAR_FIRST_TOKENS", math.inf)
+        assert torch.equal(repeatable.dx, testing.run(ROUTE, problem).dx)
+    assert torch.equal(got.dx, repeatable.dx) == (length == 1)
 
 
 @pytest.mark.parametrize("damaged", ["x", "grad_y"])
-def test_triangular_schedule_keeps_nan_in_its_sequence(damaged, monkeypatch):
+def test_triangular_schedule_keeps_nan_in_its_sequence(damaged, triangular):
     """The last tile of a sequence reaches into the next one's rows."""
-    monkeypatch.setattr(launch, "TRIANGULAR_FIRST_TOKENS", 1)
     problem = Problem.seeded("normal", (3, 75, 2, 32), device=DEVICE)
     with tiles(32, 16):
-        want = testing.run(partial(gaussian_attention, impl="triton"), problem).dx
+        want = testing.run(ROUTE, problem).dx
         getattr(problem, damaged)[1] = math.nan
-        got = testing.run(partial(gaussian_attention, impl="triton"), problem).dx
+        got = testing.run(ROUTE, problem).dx
     assert got[1].isnan().all()
     torch.testing.assert_close(got[::2], want[::2], rtol=1e-5, atol=1e-6)
 

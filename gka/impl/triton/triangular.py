@@ -25,10 +25,12 @@ from gka.impl.triton.tiles import (
     reload_tile,
 )
 
+FAR = tl.constexpr(1e30)  # of a row behind the last token: its kernel with every row is 0
+
 
 @triton.jit
 def _pairs_tile(acc, b_total, b_dls, b_x, b_dy, b_peak, b_share, b_delta, scale, inverse, b_xb, b_dyb, x_sum, p_norm,
-                p_share, p_delta, p_total, first_row, column, n0, o_i, T, BN: tl.constexpr, OWN: tl.constexpr,
+                p_share, p_delta, p_total, first_row, column, n0, T, BN: tl.constexpr, OWN: tl.constexpr,
                 MASKED: tl.constexpr):  # fmt: skip
     """The program's rows a and rows b = n0 ... n0 + BN look at each other; OWN: b are among the program's rows."""
     o_j = n0 + tl.arange(0, BN)
@@ -38,11 +40,11 @@ def _pairs_tile(acc, b_total, b_dls, b_x, b_dy, b_peak, b_share, b_delta, scale,
     b_shareb = load_row(p_share, o_j, T, MASKED)
     b_deltab = load_row(p_delta, o_j, T, MASKED)
     b_peakb = load_row(p_norm, o_j, T, MASKED) * (0.5 * scale)
+    if MASKED:
+        b_peakb = tl.where(o_j < T, b_peakb, FAR)
     b_s = tl.dot(b_x, tl.trans(b_xb), input_precision=PRECISION) * scale
     b_s = tl.minimum(b_s - b_peak[:, None] - b_peakb[None, :], 0.0)
     b_kernel = tl.exp2(b_s)
-    if MASKED:
-        b_kernel = tl.where((o_i[:, None] < T) & (o_j[None, :] < T), b_kernel, 0.0)
     b_wab = b_kernel * b_share[:, None]
     b_wba = b_kernel * b_shareb[None, :]
     b_gab = b_wab * (tl.dot(b_dy, tl.trans(b_xb), input_precision=PRECISION) * inverse - b_delta[:, None])
@@ -94,17 +96,17 @@ def gka_triangular_kernel(x_rows, dy_rows, x_sum, p_x, p_dy, p_sum, p_log_sigma,
     b_dy = load_tile(p_dy, o_i, H * D, T, D, D, True)
     b_share = tl.load(p_share + o_i, mask=o_i < T, other=0.0)
     b_delta = tl.load(p_delta + o_i, mask=o_i < T, other=0.0)
-    b_peak = tl.load(p_norm + o_i, mask=o_i < T, other=0.0) * (0.5 * scale)
+    b_peak = tl.where(o_i < T, tl.load(p_norm + o_i, mask=o_i < T, other=0.0) * (0.5 * scale), FAR)
     acc = tl.zeros([BM, D], tl.float32)
     b_total = tl.zeros([BM], tl.float32)
     b_dls = tl.zeros([BM], tl.float32)
 
-    for n0 in range(block * BM, block * BM + BM, BN):
+    for n0 in tl.range(block * BM, block * BM + BM, BN, num_stages=1):
         o_j = n0 + tl.arange(0, BN)
         acc, b_total, b_dls = _pairs_tile(
             acc, b_total, b_dls, b_x, b_dy, b_peak, b_share, b_delta, scale, inverse,
             load_tile(p_x, o_j, H * D, T, D, D, True), load_tile(p_dy, o_j, H * D, T, D, D, True), x_sum, p_norm,
-            p_share, p_delta, p_total, first_row, column, n0, o_i, T, BN, True, MASKED)  # fmt: skip
+            p_share, p_delta, p_total, first_row, column, n0, T, BN, True, MASKED)  # fmt: skip
     # Of an even number of blocks the opposite one belongs to the first half.
     opposite = (blocks % 2 == 0) & (block < blocks // 2)
     others = (blocks - 1) // 2 + tl.where(opposite, 1, 0)
@@ -113,7 +115,7 @@ def gka_triangular_kernel(x_rows, dy_rows, x_sum, p_x, p_dy, p_sum, p_log_sigma,
         acc, b_total, b_dls = _pairs_tile(
             acc, b_total, b_dls, b_x, b_dy, b_peak, b_share, b_delta, scale, inverse,
             x_rows.load([first_row + n0, column]), dy_rows.load([first_row + n0, column]), x_sum, p_norm, p_share,
-            p_delta, p_total, first_row, column, n0, o_i, T, BN, False, MASKED)  # fmt: skip
+            p_delta, p_total, first_row, column, n0, T, BN, False, MASKED)  # fmt: skip
 
     acc -= b_total[:, None] * reload_tile(p_x, o_i, H * D, T, D, D).to(tl.float32)
     o_d = tl.arange(0, D)
