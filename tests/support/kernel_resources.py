@@ -45,7 +45,8 @@ SHARED_LIMIT = {80: 166912, 90: 232448, 120: 101376}  # bytes a block may use
 # Bytes per thread. float32 with head_dim 128 does not fit otherwise, nor do lengths where all registers are taken.
 # Other versions of Triton than the table was made for may need a little.
 KNOWN_SPILLS = {
-    (120, "queries", 128, 4): 16, (90, "symmetric", 128, 2): 8, (90, "queries", 128, 2): 16, (90, "keys", 128, 2): 152
+    (120, "queries", 128, 4): 16, (90, "symmetric", 128, 2): 8, (90, "triangular", 64, 2): 48,
+    (90, "queries", 128, 2): 16, (90, "keys", 128, 2): 152,
 }  # fmt: skip
 SPILLS_OF_OTHER_VERSIONS = 64
 # Pointers to features; the others are to float32.
@@ -110,7 +111,8 @@ class Resources(NamedTuple):
             f"spills {self.stack} bytes per thread": self.stack > spills,
             f"needs {self.shared} bytes of shared memory, the device has {limit}": self.shared > limit,
             f"has no {name}: no tensor cores": not cores,
-            "has no asynchronous copies": pipelined and not any(map(self.instructions.get, ("LDGSTS", "UTMALDG"))),
+            "has no LDGSTS: copies are not asynchronous": pipelined
+            and not any(map(self.instructions.get, ("LDGSTS", "UTMALDG"))),
         }
         return [text for text, broken in checks.items() if broken]
 
