@@ -6,7 +6,7 @@ their first cell, which neither pandas nor tabulate does.
 """
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -87,15 +87,20 @@ class Table:
             output.print(part, highlight=False, soft_wrap=False)
 
 
-def measured(records: dict[str, Any] | list[dict[str, Any]], file: str) -> str:
-    """A sentence: on which days, commits and machines the records were measured. file: of runs/results."""
-    by_machine: dict[str, list[dict[str, Any]]] = {}
-    for record in [records] if isinstance(records, dict) else records:
-        by_machine.setdefault(f"{hardware_of(record)}, torch {record['torch']}", []).append(record)
-    parts = []
-    for machine, rows in by_machine.items():
+def by_machine(records: list[dict[str, Any]]) -> Iterator[tuple[str, str, list[str], int]]:
+    """Of each machine that measured records: its name, the days in words, the commits, and how many records."""
+    machines: dict[str, list[dict[str, Any]]] = {}
+    for record in records:
+        machines.setdefault(f"{hardware_of(record)}, torch {record['torch']}", []).append(record)
+    for machine, rows in machines.items():
         days, commits = sorted({row["date"][:10] for row in rows}), list(dict.fromkeys(row["commit"] for row in rows))
-        when = days[0] if len(days) == 1 else f"{days[0]} to {days[-1]}"
+        yield machine, days[0] if len(days) == 1 else f"{days[0]} to {days[-1]}", commits, len(rows)
+
+
+def measured(records: list[dict[str, Any]], file: str) -> str:
+    """A sentence: on which days, commits and machines the records were measured. file: of runs/results."""
+    parts = []
+    for machine, when, commits, _ in by_machine(records):
         which = f"{commits[0]} and {len(commits) - 1} others" if len(commits) > 3 else ", ".join(commits)
         parts.append(f"{when} at commit{'s' * (len(commits) > 1)} {which} on {machine}")
     return f"Measured {'; '.join(parts)} (`runs/results/{file}`)."

@@ -222,7 +222,7 @@ def by_machine(
             for _, compared in by(of_machine, "case", "phase")
             for _, timed in compared.groupby("threads", dropna=False)
         ]
-        sources = [measured(one | {"hardware": machine}, f"{one['kind']}_*.jsonl") for one in records]
+        sources = [measured([one | {"hardware": machine}], f"{one['kind']}_*.jsonl") for one in records]
         about = dict(title=f"{machine}:", sources=list(dict.fromkeys(sources)), words=words)
         tables += [Table.of(headings, rows, **about)] if rows else []
     return tables

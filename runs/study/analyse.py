@@ -38,7 +38,7 @@ from runs.study.train import (
     RIVAL,
     fits,
 )
-from runs.table import NOT_RUN, Table
+from runs.table import NOT_RUN, Table, by_machine
 from trainkit_gka.cli import UserError, run
 from trainkit_gka.plots import BLACK, BLUE, GREEN, ORANGE, SKY, VERMILION
 from trainkit_gka.progress import console, read_lines
@@ -402,12 +402,11 @@ def images_summary(folder: Path) -> list[Table]:
     for data, cells in images_of(folder).values():
         shifted = [form for form in cells if form.startswith("GKA + ")]
         best = max(shifted, key=lambda form: cells[form].ema_top1.mean(), default="")
-        for form in filter(None, ["VLT", "GKA", best]):
+        name = IMAGES.get(data["images"], data["images"])
+        for form in (form for form in ("VLT", "GKA", best) if form in cells):
             other = form.replace("GKA", "softmax") if form == best else "softmax"
             ends = [f"{cells[one].ema_top1.mean():.2f}" if one in cells else NOT_RUN for one in (form, other)]
-            name = IMAGES.get(data["images"], data["images"])
-            seeds = str(len(cells[form])) if form in cells else ""
-            rows.append([name, form, other, *ends, over_images(cells, form, other), seeds])
+            rows.append([name, form, other, *ends, over_images(cells, form, other), str(len(cells[form]))])
     headings = ["images", "form", "over", "top-1 %", "softmax's", "difference, points", "seeds"]
     return [Table.of(headings, rows, words=3)]
 
@@ -416,14 +415,8 @@ def sources(folder: Path) -> list[Table]:
     """When, where and at which commits the rows of every file were measured."""
     rows = []
     for path in sorted(path for path in folder.glob("*.jsonl") if path.name != "chosen.jsonl"):
-        by_machine: dict[str, list[dict[str, Any]]] = {}
-        for row in chosen_rows(path):
-            by_machine.setdefault(f"{row['hardware']}, torch {row['torch']}", []).append(row)
-        for machine, measured in by_machine.items():
-            days = sorted({row["date"][:10] for row in measured})
-            commits = len({row["commit"] for row in measured})
-            when = days[0] if len(days) == 1 else f"{days[0]} to {days[-1]}"
-            rows.append([f"`{path.name}`", machine, when, str(commits), str(len(measured))])
+        for machine, when, commits, count in by_machine(chosen_rows(path)):
+            rows.append([f"`{path.name}`", machine, when, str(len(commits)), str(count)])
     return [Table.of(["file", "machine", "dates", "commits", "rows"], rows, words=3)]
 
 
