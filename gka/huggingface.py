@@ -83,7 +83,13 @@ def _padding(
     is_causal = arguments.get("mask_function") is not bidirectional_mask_function
     if is_causal and kv_offset + kv_length != int(q_offset) + q_length:
         raise ValueError("GKA serves caches as long as what they hold: use the dynamic cache, not a static one")
-    return flash_attention_mask(batch_size, q_length, kv_length, q_offset, kv_offset, **arguments)
+    mask = flash_attention_mask(batch_size, q_length, kv_length, q_offset, kv_offset, **arguments)
+    if mask is not None and mask.shape[1] < kv_length:  # transformers counts places by it, so these are wrong too
+        places = f"attention_mask has {mask.shape[1]} places for {kv_length} keys"
+        raise ValueError(
+            f"{places}, as behind the virtual tokens of PEFT's prompt tuning: generate with use_cache=False"
+        )
+    return mask
 
 
 def _attend(

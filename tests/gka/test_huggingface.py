@@ -3,6 +3,7 @@
 import pytest
 import torch
 import transformers
+from peft import PromptTuningConfig, get_peft_model
 from safetensors.torch import load_file
 from torch import nn
 
@@ -94,13 +95,28 @@ def test_a_decoder_is_causal_and_its_cache_agrees_with_whole_passes():
     torch.testing.assert_close(torch.cat(parts, 1), logits, rtol=1e-4, atol=1e-4)
 
 
+def continued(model, rows, **options):
+    tokens, options = torch.as_tensor(rows), dict(max_new_tokens=5, do_sample=False, eos_token_id=None, **options)
+    return model.generate(input_ids=tokens, attention_mask=(tokens > 0).long(), **options)[:, -5:]
+
+
 def test_generation_with_padding_on_the_left_is_that_of_each_prompt():
+    """Drafted by the first layer, too."""
     model, prompts = llama(), [[5, 6, 7, 8], [9, 10]]
-    padded = torch.tensor([[5, 6, 7, 8], [0, 0, 9, 10]])
-    options = dict(max_new_tokens=5, do_sample=False, eos_token_id=None)
-    together = model.generate(padded, attention_mask=(padded > 0).long(), **options)[:, 4:]
-    alone = [model.generate(torch.tensor([prompt]), **options)[0, len(prompt) :] for prompt in prompts]
-    assert torch.equal(together, torch.stack(alone))
+    together = continued(model, [[5, 6, 7, 8], [0, 0, 9, 10]])
+    for options in ({}, dict(assistant_early_exit=1)):
+        assert torch.equal(together, torch.cat([continued(model, [prompt], **options) for prompt in prompts]))
+
+
+def test_padded_generation_behind_virtual_tokens_is_served_without_a_cache():
+    """With one, PEFT's masks do not count them from the second step on."""
+    model = get_peft_model(llama(), PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)).eval()
+    rows = torch.tensor([[5, 6, 7, 8], [0, 0, 9, 10]])
+    with pytest.raises(ValueError, match="use_cache=False"):
+        continued(model, rows)
+    rows = torch.cat([rows, continued(model, rows, use_cache=False)], dim=1)
+    logits = model(input_ids=rows[:, :-1], attention_mask=(rows[:, :-1] > 0).long()).logits
+    assert torch.equal(logits[:, -5:].argmax(-1), rows[:, -5:])
 
 
 def test_what_it_cannot_change_is_named():

@@ -256,6 +256,21 @@ def test_layer_compiled_exported_and_mapped_with_context():
         close(same(x, context), want, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("head_offsets", ["", "PS"])
+def test_an_exported_layer_with_a_window_takes_two_tokens_more_than_that_and_no_fewer(head_offsets):
+    layer = layer_and_tokens(torch.float32, causal=True, window=20, head_offsets=head_offsets)[0]
+
+    def exported(fewest):
+        tokens = torch.export.Dim("tokens", min=fewest, max=512)
+        shapes = ({1: tokens},)
+        return torch.export.export(layer, (torch.randn(2, 40, 24),), dynamic_shapes=shapes).module()
+
+    for x in (torch.randn(2, 22, 24), torch.randn(2, 50, 24)):
+        close(exported(22)(x), layer(x), **SINGLE)
+    with pytest.raises(torch._dynamo.exc.UserError):
+        exported(21)
+
+
 def test_layer_survives_the_meta_device():
     with torch.device("meta"):
         layer = GaussianKernelAttention(32, 2, sigma_squared=5.0, channel_bandwidths=True)
