@@ -33,6 +33,9 @@ SHORT, LONGEST = "/tmp", 75  # bytes of a folder in which multiprocessing can ma
 # Without these variables, importing numpy and pyarrow starts threads.
 NO_THREADS = {"OPENBLAS_NUM_THREADS": "1", "JE_ARROW_MALLOC_CONF": "background_thread:false"}
 
+# The tracker removes the semaphores of a process that had to end at once, and would print two lines of them.
+QUIET = "ignore:resource_tracker"
+
 
 def cores(groups: Path = GROUPS, membership: Path = MEMBERSHIP) -> int:
     """The number of cores that this process may use: those it may run on, or a container's quota, rounded up."""
@@ -76,18 +79,22 @@ def context(*packages: str) -> BaseContext:
     # Every worker repeats the imports of the main program, which take no time if the server has made them.
     prefixes = tuple(f"{package}." for package in packages)
     server_context.set_forkserver_preload([*packages, *(name for name in sys.modules if name.startswith(prefixes))])
-    resource_tracker.ensure_running()  # the server would start it, and that unblocks the signals
-    _check_system(server_context)
-    before = {name: os.environ[name] for name in NO_THREADS if name in os.environ}
-    blocked_before = signal.pthread_sigmask(signal.SIG_BLOCK, BLOCKED_SIGNALS)
+    quiet = f"{os.environ.get('PYTHONWARNINGS', '')},{QUIET}".lstrip(",")
+    variables = {**NO_THREADS, "PYTHONWARNINGS": quiet}
+    before = {name: os.environ[name] for name in variables if name in os.environ}
+    os.environ.update(variables)
     try:
-        os.environ.update(NO_THREADS)
-        forkserver.ensure_running()
+        resource_tracker.ensure_running()  # the server would start it, and that unblocks the signals
+        _check_system(server_context)
+        blocked_before = signal.pthread_sigmask(signal.SIG_BLOCK, BLOCKED_SIGNALS)
+        try:
+            forkserver.ensure_running()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, blocked_before)
     finally:
-        for name in NO_THREADS:
+        for name in variables:
             del os.environ[name]
         os.environ.update(before)
-        signal.pthread_sigmask(signal.SIG_SETMASK, blocked_before)
     return server_context
 
 

@@ -6,6 +6,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 
 import psutil
 import pytest
@@ -23,8 +24,8 @@ from processes import call, descendants, signals_kept, start, still_there
 from sources import ROOT
 from trainkit_gka import distributed, workers
 from trainkit_gka.cli import PassingFault, UserError
-from trainkit_gka.distributed import Runtime
-from vision_runs import TRAIN, flags, wait_for_step
+from trainkit_gka.distributed import Runtime, Stop
+from vision_runs import STEPS_PER_EPOCH, TRAIN, flags, wait_for_step
 
 
 @pytest.fixture
@@ -60,17 +61,32 @@ worker.kill()
 # Silent and dead workers
 
 
-def test_silent_worker_is_one_line(pictures, tmp_path, monkeypatch, started):
-    """A named pipe that nobody writes to: reading it takes as long as a disk that is gone."""
+@pytest.fixture
+def silent(pictures, tmp_path):
+    """Images with a named pipe that nobody writes to: reading it takes as long as a disk that is gone."""
     image = shutil.copytree(pictures, tmp_path / "data") / "val/class_1/000.jpg"
     image.unlink()
     os.mkfifo(image)
+    return tmp_path / "data"
+
+
+def test_silent_worker_is_one_line(silent, tmp_path, monkeypatch, started):
     monkeypatch.setattr(loader_workers, "BATCH_TIMEOUT", 0.5)
     with signals_kept():
-        argv = flags(tmp_path / "data", tmp_path)
-        message = tiny.refused(train.main, TrainConfig, *argv, code=PassingFault.code)
+        message = tiny.refused(train.main, TrainConfig, *flags(silent, tmp_path), code=PassingFault.code)
     assert "no loading worker has sent images" in message and "; continue with: " in message
     assert not still_there(started())
+
+
+def test_a_signal_ends_the_wait_for_a_silent_worker(silent, tmp_path):
+    process = start(TRAIN, *flags(silent, tmp_path), folder=tmp_path / "output")
+    wait_for_step(process, tmp_path, STEPS_PER_EPOCH)
+    time.sleep(1)
+    workers, began = descendants(process.processes[0].pid), time.monotonic()
+    os.kill(process.processes[0].pid, signal.SIGTERM)
+    done = process.wait(60)
+    assert done.returncode == 128 + signal.SIGTERM and time.monotonic() - began < Stop.LIMIT + 10
+    assert re.fullmatch("stopped by SIGTERM at update 6 .*\n", done.stderr) and not still_there(workers)
 
 
 def test_an_error_in_an_evaluation_ends_its_workers(pictures, tmp_path, monkeypatch, started):
