@@ -159,13 +159,14 @@ def parse(words: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--device-type", choices=["cuda", "cpu"], default="cuda", help="cpu needs --quick")
     parser.add_argument("--quick", action="store_true", help="a miniature for a CPU, to try the program out")
     parser.add_argument("--base", type=Path, default=Path("out"), help="outputs go to BASE/gpu")
-    parser.add_argument("--results", type=Path, default=Path("runs/results"), help="folder of the JSON lines")
+    parser.add_argument("--results", type=Path, help="folder of the JSON lines (runs/results; a miniature's BASE/gpu)")
     parser.add_argument("--data", type=Path, help="packed rows; else those of the carried folder")
     parser.add_argument("--carried", type=Path, help="the folder that --pack made; else BASE/carried")
     parser.add_argument("--pack", type=Path, metavar="FOLDER", help="make a folder to carry, of 60 MiB at most")
     parser.add_argument("--python", default="3.12", help="with --pack: the other machine's Python")
     options = parser.parse_args(words)
     options.carried = options.carried or options.base / "carried"
+    options.results = options.results or (options.base / "gpu" if options.quick else Path("runs/results"))
     for name in ("base", "results", "data", "carried", "pack"):
         if path := getattr(options, name):
             setattr(options, name, path.expanduser().resolve())

@@ -133,7 +133,7 @@ def test_the_carried_folder_brings_packages_and_the_same_rows(packed, tmp_path, 
 @pytest.mark.parametrize("only", [["--only", "operator-preset"], pytest.param([], marks=pytest.mark.slow)])
 def test_a_copied_tree_runs_in_miniature(packed, tmp_path, only):
     """Without .git."""
-    ignored = shutil.ignore_patterns("results", "log", "__pycache__")
+    ignored = shutil.ignore_patterns("*.jsonl", "log", "__pycache__")
     for name in ("gka", "trainkit_gka", "nanochat_gka", "deit_gka", "runs", "tests"):
         shutil.copytree(ROOT / name, tmp_path / name, ignore=ignored)
     for name in ("requirements.txt", "pyproject.toml"):
