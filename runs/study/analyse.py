@@ -421,10 +421,11 @@ def sources(folder: Path) -> list[Table]:
 
 
 def of_every_text(one: Callable[[Study], Table], titled: bool = True) -> Callable[[Path], list[Table]]:
-    """A table for each file of text, under its name."""
+    """A table for each file of text, under its name; without `titled` only where there are several."""
 
     def tables(folder: Path) -> list[Table]:
-        return [replace(one(study), title=f"{path.stem}:" * titled) for path, study in texts(folder).items()]
+        named = titled or len(texts(folder)) > 1
+        return [replace(one(study), title=f"{path.stem}:" * named) for path, study in texts(folder).items()]
 
     return tables
 

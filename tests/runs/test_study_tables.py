@@ -74,6 +74,9 @@ def test_tables_have_the_sizes_that_were_trained_alone(tmp_path, capsys):
     write_lines(tmp_path / "text.jsonl", *rows)
     analyse.main(analyse.AnalyseConfig(results=tmp_path))
     assert "not run" not in capsys.readouterr().out
+    for name in ("a", "b"):
+        write_lines(tmp_path / f"two/{name}.jsonl", *rows)
+    assert [table.title for table in analyse.TABLES["counts"](tmp_path / "two")] == ["a:", "b:"]
 
 
 def test_counts_are_of_places_with_several_seeds():
