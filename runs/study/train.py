@@ -410,7 +410,10 @@ def check_names(flag: str, names: Iterable[str], known: Iterable[str]) -> None:
 
 
 class Runner(SideBySide):
-    """Trains what is left side by side. Every outcome becomes a row of `results`."""
+    """Trains what is left side by side. Every outcome becomes a row of `results`.
+
+    Raises UserError if these have rows of other data, such as other rows of a text of the same name.
+    """
 
     LINE_SECONDS = 600.0
 
@@ -419,6 +422,10 @@ class Runner(SideBySide):
         self.config, self.kind = config, "study-vision" if config.images else "study"
         self.results = config.results / f"{name}.jsonl"
         self.failed: set[str] = set()  # here; not tried again
+        known = [row.get("data") for row in read_lines(self.results) if row.get("kind") == self.kind]
+        if any(data != training.data for data in known for training in trainings[:1]):
+            advice = "choose another folder with --results, or move the file"
+            raise UserError(f"{self.results} has rows of other data, which do not compare with these: {advice}")
 
     def remaining(self) -> list[Training]:
         """What is neither finished nor failed."""

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import threading
 import time
@@ -133,6 +134,15 @@ def test_the_trainers_read_the_flags_of_every_cell():
             assert config.matrix_lr == pytest.approx(0.02 * 16 * training.trial["rate"])
         else:
             assert config.epochs * 390 == training.steps and config.seed == 1
+
+
+def test_rows_of_another_text_of_the_same_name_are_refused_before_training(packed, trained, tmp_path):
+    results = runner(packed, tmp_path).results
+    shutil.copy(runner(packed, trained).results, results)
+    assert not runner(packed, tmp_path).remaining()
+    results.write_text(results.read_text().replace('"sequence_len": 32', '"sequence_len": 16'))
+    with pytest.raises(UserError, match="--results"):
+        runner(packed, tmp_path)
 
 
 @pytest.mark.parametrize("flags, name", [(dict(forms=["x"]), "--forms x"), (dict(cells=["x"]), "--cells x")])
