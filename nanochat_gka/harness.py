@@ -8,6 +8,7 @@ run's checkpoints. What computes is the harness's own model `hf`, and its model_
 `--model hf --model_args pretrained=FOLDER` works here too, for exported models and what transformers saved of them.
 """
 
+import errno
 import sys
 import traceback
 from pathlib import Path
@@ -104,7 +105,9 @@ def main() -> None:
         elif is_network(error):
             code = PassingFault.code
         elif _is_of_the_tasks(error):
-            if not isinstance(error, OSError):
+            if isinstance(error, PermissionError) or getattr(error, "errno", None) == errno.EROFS:
+                message += "; HF_HOME=FOLDER chooses another place for data sets"
+            elif not isinstance(error, OSError):
                 flags = "--tasks (python -m lm_eval ls tasks), --num_fewshot, --limit and --samples"
                 message = f"these tasks cannot be asked: {message}; check {flags}"
         else:

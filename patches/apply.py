@@ -290,7 +290,7 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     status = 0
     for name in options.upstream:
-        tree = options.tree.expanduser() if options.tree else Path(os.path.relpath(PATCHES.parent / "vendor" / name))
+        tree = Path(os.path.expanduser(options.tree or os.path.relpath(PATCHES.parent / "vendor" / name)))
         try:
             action(known[name], tree)
         except BrokenPipeError:

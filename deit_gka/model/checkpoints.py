@@ -3,6 +3,7 @@
 import contextlib
 import difflib
 import json
+import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -203,7 +204,7 @@ def find_model(source: str | Path, flag: str, best: bool = False) -> SavedModel:
     A folder is a run (or one checkpoint folder in it) or an export, a file is weights (their metadata may be beside
     them), and all else a timm name. best: as in `find_checkpoint`. Raises UserError if it is none of these, or damaged.
     """
-    name, path, in_checkpoint = str(source), Path(source).expanduser(), False
+    name, path, in_checkpoint = str(source), Path(os.path.expanduser(source)), False
     if path.is_file():
         with contextlib.suppress(UserError, OSError):  # other programs write manifests too
             in_checkpoint = path.name in read_json(path.parent / "manifest.json", "manifest")

@@ -169,7 +169,7 @@ def parse(words: list[str] | None) -> argparse.Namespace:
     options.results = options.results or (options.base / "gpu" if options.quick else Path("runs/results"))
     for name in ("base", "results", "data", "carried", "pack"):
         if path := getattr(options, name):
-            setattr(options, name, path.expanduser().resolve())
+            setattr(options, name, Path(os.path.expanduser(path)).resolve())
     return options
 
 

@@ -76,12 +76,13 @@ def test_names_of_data_become_absolute(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for form in ("", "wds:", "hf:", "hf-stream:"):
         assert located(f"{form}here") == located(f"{form}./here") == f"{form}{tmp_path}/here"
-    for name in ("digits", "hf:ILSVRC/imagenet-1k", "hf-stream:ILSVRC/imagenet-1k", "hf:", "nowhere"):
+    for name in ("digits", "hf:ILSVRC/imagenet-1k", "hf-stream:ILSVRC/imagenet-1k", "hf:", "nowhere", "~nobody-here"):
         assert located(name) == name
 
 
 def test_mistakes_about_folders(folder, tmp_path_factory):
-    assert all(form in error("/no/such/place") for form in ("train/", "hf:", "hf-stream:", "wds:", "digits"))
+    for place in ("/no/such/place", "~nobody-here/place"):
+        assert all(form in error(place) for form in ("train/", "hf:", "hf-stream:", "wds:", "digits"))
     (folder / "validation").rename(folder / "test")
     assert "--val-split" in error(folder, "val") and "test/" in error(folder, "val")
     assert len(open_source(str(folder), "val", DataParts(val_split="test"))) == 2

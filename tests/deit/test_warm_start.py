@@ -134,7 +134,8 @@ def test_sources_without_weights_are_one_line(tmp_path, monkeypatch):
     torch.save({"model": Code()}, tmp_path / "code.pth")
     (tmp_path / "text.pth").write_text("no weights")
     torch.save([1, 2], tmp_path / "list.pth")
-    for source in (*(tmp_path / f"{name}.pth" for name in ("code", "text", "list")), "/nowhere.pth", tmp_path, GKA):
+    files = [tmp_path / f"{name}.pth" for name in ("code", "text", "list")]
+    for source in (*files, "/nowhere.pth", "~nobody-here/weights.pth", tmp_path, GKA):
         with one_line_error(re.escape(str(source))):
             find_model(source, FLAG).tensors  # noqa: B018
     assert not Code.MARKER.exists()

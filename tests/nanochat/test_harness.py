@@ -116,6 +116,7 @@ def doc(choice):
 
 LONG, ROOM = r"an answer has \d+ tokens and must have 1 to 64 \(max_length\)", r"the generation arguments .*\(64\)"
 EMPTY = dict(docs=[doc("row"), doc("")], target_delimiter="")  # once the likeliest answer there is
+READ_ONLY = dict(dataset_kwargs={"data_files": {"test": __file__}, "cache_dir": "/sys/cache"})  # in which nobody writes
 MISTAKES = [  # model_args (RUN is the run), flags, further arguments of `call`, what the error names
     ("run=", [], {}, "--model_args needs run=FOLDER"),
     ("run=RUN,steps=7", [], {}, "--model_args run=.*,steps=7.*: .*steps"),
@@ -125,6 +126,7 @@ MISTAKES = [  # model_args (RUN is the run), flags, further arguments of `call`,
     ("run=RUN", ["--gen_kwargs", "max_gen_toks=64"], dict(types=["generate_until"]), ROOM),
     ("run=RUN", [], dict(docs=[doc("row"), doc("a row " * 60)]), LONG),
     ("run=RUN", [], EMPTY, "an answer to question 1 of multiple_choice is empty"),
+    ("run=RUN", [], READ_ONLY, ".*/sys/cache.*HF_HOME"),
     ("run=RUN", ["--tasks", "hellaswagg"], {}, ".*Tasks not found: hellaswagg; check --tasks"),
     ("run=RUN", [], dict(docs=[]), ".*StopIteration; check --tasks"),
     ("run=RUN", ["--num_fewshot", "50"], {}, ".*larger than population.*--num_fewshot"),
