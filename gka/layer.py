@@ -18,7 +18,8 @@ from gka.options import Options
 from gka.padding_and_masks import in_order, in_place, mask_in_order, tokens_first, weights_in_place
 
 # torch.fx records each call as one node, as its tensors have no shapes and dtypes to look at.
-NODES = ["split_heads", "cleared", "packed", "in_place", "weights_in_place", "checked_context", "at_least_float32"]
+NODES = ["split_heads", "cleared", "tokens_first", "in_order", "mask_in_order", "in_place", "weights_in_place"]
+NODES += ["checked_context", "at_least_float32"]
 for name in (*NODES, "gaussian_attention", "gaussian_weights"):
     torch.fx.wrap(name)
 
@@ -106,15 +107,17 @@ class GaussianKernelAttention(nn.Module):
         causal, own_keys = self.causal or is_causal, context is None
         mask: dict[str, Any] = dict(key_padding_mask=key_padding_mask, attn_mask=attn_mask)
         padding = None if self.pairing is None else key_padding_mask
-        if padding is not None:  # the tokens come first, so that each follows the one before it
-            if not own_keys and (causal or self.window is not None):
-                raise ValueError("head_offsets with a padded context need a layer that is not causal and has no window")
-            tokens, order, attn_mask = packed(x, context, padding, attn_mask, self.dim, self.num_heads)
-            x, context = (tokens, None) if own_keys else (x, tokens)
-            lengths = None if own_keys and causal else (~padding).sum(1)  # under a causal mask no token sees padding
-            mask = dict(lengths=lengths, attn_mask=attn_mask)
-        elif key_padding_mask is not None and (self.head_norm or self.log_scale is not None):
-            tokens = cleared(x, context, key_padding_mask, attn_mask, self.dim, self.num_heads)
+        is_scaled = self.head_norm or self.channel_bandwidths
+        if padding is not None and not own_keys and (causal or self.window is not None):
+            raise ValueError("head_offsets with a padded context need a layer that is not causal and has no window")
+        if key_padding_mask is not None and (padding is not None or is_scaled):
+            tokens = cleared(x, context, mask, self.dim, self.num_heads)
+            if padding is not None:  # the tokens come first, so that each follows the one before it
+                order, queries = tokens_first(padding), x.shape[1]
+                tokens = in_order(tokens, order)
+                mask["attn_mask"] = None if attn_mask is None else mask_in_order(attn_mask, order, queries, own_keys)
+                # Under a causal mask no token sees padding.
+                mask |= dict(key_padding_mask=None, lengths=None if own_keys and causal else (~padding).sum(1))
             x, context = (tokens, None) if own_keys else (x, tokens)
         features, values = self._features_and_values("x", x)
         keys = None
@@ -186,38 +189,15 @@ def split_heads(name: str, x: torch.Tensor, dim: int, num_heads: int, weight: to
     return x.unflatten(-1, (num_heads, dim // num_heads))
 
 
-def packed(
-    x: torch.Tensor,
-    context: torch.Tensor | None,
-    padding: torch.Tensor,
-    attn_mask: torch.Tensor | None,
-    dim: int,
-    num_heads: int,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """(The context, or x without one, with the tokens first and zeros behind; their order, (B, Tk); its attn_mask.)"""
-    tokens = cleared(x, context, padding, attn_mask, dim, num_heads)
-    order = tokens_first(padding)
-    if attn_mask is not None:
-        attn_mask = mask_in_order(attn_mask, order, x.shape[1], context is None)
-    return in_order(tokens, order), order, attn_mask
-
-
-def cleared(
-    x: torch.Tensor,
-    context: torch.Tensor | None,
-    padding: torch.Tensor,
-    attn_mask: torch.Tensor | None,
-    dim: int,
-    num_heads: int,
-) -> torch.Tensor:
+def cleared(x: torch.Tensor, context: torch.Tensor | None, mask: dict, dim: int, num_heads: int) -> torch.Tensor:
     """The context, or x without one, with zeros for padding: a NaN there would reach the gradient of a scale or norm.
 
     Raises TypeError or ValueError, naming the argument.
     """
     queries = split_heads("x", x, dim, num_heads, None)
     tokens = x if context is None else checked_context(context, x, dim)
-    validation.check_padding_and_mask(queries, tokens.shape[1], Options(key_padding_mask=padding, attn_mask=attn_mask))
-    return tokens.masked_fill(padding[..., None], 0)
+    validation.check_padding_and_mask(queries, tokens.shape[1], Options(**mask))
+    return tokens.masked_fill(mask["key_padding_mask"][..., None], 0)
 
 
 def checked_context(context: torch.Tensor, x: torch.Tensor, dim: int) -> torch.Tensor:

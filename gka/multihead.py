@@ -108,7 +108,6 @@ def replace_multihead(model: nn.Module, sigma_squared: float | None = None) -> n
     ValueError for layers whose keys and values have other widths than the queries, or that add keys of their own, and
     for a model without such layers.
     """
-    replaced: dict[int, GaussianMultiheadAttention] = {}  # a layer that stands in two places stays one
     if isinstance(model, nn.MultiheadAttention):
         raise ValueError("the model is a MultiheadAttention itself: build a GaussianMultiheadAttention")
     places = [
@@ -117,13 +116,12 @@ def replace_multihead(model: nn.Module, sigma_squared: float | None = None) -> n
         for name, old in parent._modules.items()
         if isinstance(old, nn.MultiheadAttention)
     ]
-    for _, name, old in places:  # all of them are checked before the model is changed
-        if id(old) not in replaced:
-            replaced[id(old)] = _in_place_of(name, old, sigma_squared)
+    # All of them are checked before the model is changed. A layer that stands in two places stays one.
+    replaced = {old: _in_place_of(name, old, sigma_squared) for _, name, old in places}
     if not replaced:
         raise ValueError("the model has no torch.nn.MultiheadAttention that could be replaced")
     for parent, name, old in places:
-        setattr(parent, name, replaced[id(old)])
+        setattr(parent, name, replaced[old])
     for part in model.modules():
         if isinstance(part, nn.TransformerEncoder):
             part.use_nested_tensor = False  # of its fast path

@@ -82,7 +82,8 @@ def test_without_the_kernel_sdpa_takes_over_and_one_line_says_why(tmp_path, vari
 
 
 AS_ROOT = pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
-FOLDERS = [(0o700, None, True), (0o755, None, True), (0o775, None, False), (0o1777, None, False)]
+NEW = None  # a folder that is not there yet
+FOLDERS = [(NEW, None, True), (0o755, None, True), (0o775, None, False), (0o1777, None, False)]
 
 
 @needs_compiler
@@ -99,28 +100,23 @@ def test_without_a_folder_the_process_compiles_for_itself(tmp_path, monkeypatch,
 @needs_compiler
 @pytest.mark.parametrize("mode,owner,private", [*FOLDERS, pytest.param(0o755, 54321, False, marks=AS_ROOT)])
 def test_the_cache_is_a_folder_of_this_user_to_which_nobody_else_writes(tmp_path, monkeypatch, mode, owner, private):
-    """Otherwise the process compiles into a temporary folder, says so in one line, and leaves nothing in either."""
+    """Otherwise the process compiles into a temporary folder, says so in one line, and leaves nothing in either. A new
+    folder is private whatever the umask.
+    """
     cache, temporary = tmp_path / "cache", tmp_path / "temporary"
-    cache.mkdir(), temporary.mkdir()
-    cache.chmod(mode)
+    temporary.mkdir()
+    monkeypatch.setenv("TMPDIR", str(temporary))
+    if mode is not NEW:
+        cache.mkdir()
+        cache.chmod(mode)
     if owner is not None:
         os.chown(cache, owner, owner)
-    monkeypatch.setenv("TMPDIR", str(temporary))
+    before = os.umask(0)
     lines, log = ask(cache, CXX=copier(tmp_path))
+    os.umask(before)
+    assert mode is not NEW or stat.S_IMODE(cache.stat().st_mode) == 0o700
     assert lines == ["cpu 9"] and not list(temporary.iterdir())
     assert bool(list(cache.glob("*.so"))) == private != (f"may write to {cache}" in log)
-
-
-def test_a_new_cache_folder_is_private_whatever_the_umask(tmp_path, monkeypatch):
-    monkeypatch.setenv(build.FOLDER, str(tmp_path / "new"))
-    monkeypatch.setattr(build, "_built", lambda instructions, folder: folder / "nothing.so")
-    before = os.umask(0)
-    try:
-        with pytest.raises(build.Unavailable):  # nothing.so cannot be loaded
-            build._load()
-    finally:
-        os.umask(before)
-    assert stat.S_IMODE((tmp_path / "new").stat().st_mode) == 0o700
 
 
 @needs_compiler

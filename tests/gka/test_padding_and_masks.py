@@ -182,7 +182,7 @@ def mask_of(kind, num_queries, num_keys):
         seen = torch.rand(num_queries, num_keys, generator=torch.Generator().manual_seed(4)) < 0.6
         bias = torch.zeros(num_queries, num_keys).masked_fill(~seen, -INF)
         return dict(attn_mask=bias if kind == "bias" else seen), seen
-    mask = {"causal": Mask(True), "causal window": Mask(True, 5), "window": Mask(False, 5)}[kind]
+    mask = {"full": Mask(), "causal": Mask(True), "causal window": Mask(True, 5), "window": Mask(False, 5)}[kind]
     return dict(causal=mask.causal, window=mask.window), mask.dense(num_queries, num_keys, torch.device("cpu"))
 
 
@@ -206,8 +206,8 @@ BAD = [  # tokens, a bad number, dtype, constant_norm
 
 @pytest.mark.parametrize("impl", IMPLS)
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("kind", ["causal", "causal window", "window", "attn_mask", "bias"])
-def test_what_a_row_cannot_see_does_not_touch_it(kind, form, impl):
+@pytest.mark.parametrize("kind", ["full", "causal", "causal window", "window", "attn_mask", "bias"])
+def test_what_a_row_sees_is_not_hidden_and_what_it_cannot_see_does_not_touch_it(kind, form, impl):
     """A key of one head, in the middle or last, and a value elsewhere: rows that see neither and their gradients stay.
 
     With triton a row is touched if one of its tile of 32 rows sees something of the key's tile.
@@ -234,12 +234,14 @@ def test_what_a_row_cannot_see_does_not_touch_it(kind, form, impl):
         for each in (clean, problem):
             each.grad_y[touched] = 0
         got, want = (gradients(each, impl, constant_norm=constant_norm, **options) for each in (problem, clean))
+        is_nan = got["y"].isnan().any(-1)
+        assert not is_nan[~touched].any()
         if impl == "triton":
+            assert bad is INF or is_nan[1, :, 0][seen[:, place]].all()
+        elif bad is NAN or not (foreign or kind == "full"):  # a key may be infinitely far away
+            assert torch.equal(is_nan, touched)
+        if impl == "triton" or kind == "full":
             got, want = dict(y=got["y"]), dict(y=want["y"])
-        elif bad is INF and foreign:  # which may be infinitely far away
-            assert not got["y"].isnan().any(-1)[~touched].any()
-        else:
-            assert torch.equal(got["y"].isnan().any(-1), touched)
         tolerance = dict(rtol=1e-4, atol=1e-4) if dtype == torch.float32 else dict(rtol=0.02, atol=0.02)
         torch.testing.assert_close(got.pop("y")[~touched], want.pop("y")[~touched], **tolerance)
         torch.testing.assert_close(got, want, **tolerance)

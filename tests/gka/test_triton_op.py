@@ -36,12 +36,6 @@ def test_without_a_gpu_it_says_so(monkeypatch):
         gaussian_attention(torch.zeros(1, 4, 2, 16), torch.zeros(2), impl="triton")
 
 
-def test_keys_of_varying_norm_have_no_gradients():
-    x = features("normal", (1, 4, 2, 32)).requires_grad_()
-    with pytest.raises(ValueError, match="gradients for foreign keys only with constant_norm"):
-        gaussian_attention(x, LOG_SIGMA, keys=x.detach().clone(), impl="triton")
-
-
 def test_an_older_gpu_is_refused(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
     with pytest.raises(RuntimeError, match=r"compute capability 8\.0 or newer, cuda has 7\.5; use impl='sdpa'"):

@@ -26,7 +26,7 @@ from gka import (
 from operator_cases import CPU, IMPLS
 
 X = torch.randn(2, 5, 3, 16)
-S = torch.zeros(3)
+LEAF, S = X.clone().requires_grad_(), torch.zeros(3)
 HIDDEN = torch.randn(2, 5, 32)
 NAMES = "impl must be one of auto, reference, triton, cpu, flex, sdpa, got 'cuda'"
 attend, layer, baseline = gaussian_attention, GaussianKernelAttention, dot_product_attention
@@ -59,8 +59,9 @@ CASES = [  # the error, its words, and a call
     (TypeError, "eps must be a number", lambda: attend(X, S, eps="1e-6")),
     (ValueError, "eps must be finite and >= 0", lambda: attend(X, S, eps=-1.0)),
     (ValueError, NAMES, lambda: attend(X, S, impl="cuda")),
-    (ValueError, "no backward pass outside CUDA", lambda: attend(X.clone().requires_grad_(), S, impl="flex")),
+    (ValueError, "no backward pass outside CUDA", lambda: attend(LEAF, S, impl="flex")),
     (ValueError, "no backward pass outside CUDA", lambda: attend(X, S.clone().requires_grad_(), impl="flex")),
+    (ValueError, "keys only with constant_norm", lambda: attend(LEAF, S, keys=X, impl="triton")),
     (ValueError, "one of auto, flex, sdpa, got 'reference'", lambda: baseline(X, X, X, impl="reference")),
     (ValueError, "k must have shape", lambda: baseline(X, X[:, :, :1], X)),
     (TypeError, "dim and num_heads must be ints, got float and int", lambda: layer(8.0, 2)),
