@@ -54,7 +54,7 @@ def tests(name: str, seconds: float, words: str, expression: str) -> Step:
 def bench(which: str, name: str, seconds: float, cases: list[str], flags: str) -> Step:
     """A benchmark. cases: its own or shapes, with phases or without."""
     shapes = [case.split()[0] for case in cases if re.match(r"deit-|d?\d", case)]
-    words = [*(["--shapes", *dict.fromkeys(shapes)] if shapes else []), "--only", *cases, *flags.split()]
+    words = [*(["--shapes", *dict.fromkeys(shapes)] if shapes else []), "--only", *cases, *shlex.split(flags)]
     needs = (*TIMED, "filelock", *(("timm", "torchvision", "safetensors") if which == "deit" else ()))
     return Step(name, [[f"runs.bench.{which}", *words]], seconds, needs)
 
@@ -79,8 +79,8 @@ def all_steps() -> list[Step]:
     Seconds are estimates for an H200 or H100, where few of these have run: a process takes about 8 until it computes,
     a block, an optimiser and a loss about 8 each to compile.
     """
-    alone = "--skip flex eager efficient sdpa --seconds 1"
-    windows = "--skip eager efficient sdpa --seconds 1"  # FlexAttention is the fastest softmax with windows
+    alone = "--skip flex eager efficient sdpa general --seconds 1"
+    windows = alone.replace("flex", "'gka flex'")  # softmax attention's is the fastest with windows
     depths = "--compile blocks --seconds 6 --skip offsets softmax-preset"
     windowed = f"{depths} cudnn"  # which would serve one layer of four
     steps_of_131072 = "--num-iterations 200 --total-batch-size 131072 --device-batch-size 32"
