@@ -109,8 +109,9 @@ class RunLog:
 
 
 def check_charts(config: RunConfig) -> None:
-    """Raises UserError if a package that --wandb or --tensorboard needs is missing."""
-    if config.wandb != "disabled" and (reason := extras.missing("wandb", "wandb")):
+    """Raises UserError if a package that --wandb or --tensorboard needs is missing, or a home for wandb's settings."""
+    homeless = "there is neither $HOME nor an account: set HOME" if os.path.expanduser("~") == "~" else ""
+    if config.wandb != "disabled" and (reason := extras.missing("wandb", "wandb") or homeless):
         raise UserError(f"--wandb {config.wandb}: {reason}, or leave --wandb disabled")
     if config.tensorboard and (reason := extras.missing("tensorboard", "tensorboard")):
         raise UserError(f"--tensorboard: {reason}, or leave the flag out")

@@ -8,6 +8,7 @@ import signal
 import sys
 import time
 from dataclasses import replace
+from unittest.mock import Mock
 
 import psutil
 import pytest
@@ -201,7 +202,11 @@ def test_a_kill_before_the_finish_record_loses_nothing_and_records_the_run_once(
 
 
 def test_what_cannot_run_is_refused_before_training(config, monkeypatch):
-    """A second trainer of the run; results that cannot be written; charts without their package; wrong traces."""
+    """A second trainer of the run; results that cannot be written; charts without a package or a home; wrong traces."""
+    with monkeypatch.context() as patched, tiny.one_line_error("--wandb offline: .*HOME"):
+        patched.setattr("pwd.getpwuid", Mock(side_effect=KeyError))
+        patched.delenv("HOME", raising=False)
+        launch(config, wandb="offline")
     refused = [("--profile", dict(profile=steps)) for steps in ("ten", "6-5", "5-99")]
     for package, settings in (("tensorboard", dict(tensorboard=True)), ("wandb", dict(wandb="offline"))):
         monkeypatch.setitem(sys.modules, package, None)
