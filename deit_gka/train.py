@@ -259,8 +259,8 @@ class Trainer(BaseTrainer):
         }
         return Contents(tensors, about)
 
-    def identity(self) -> dict[str, str]:
-        return self.images.identity()
+    def data_hashes(self) -> dict[str, str]:
+        return self.images.data_hashes()
 
     # Evaluations
 

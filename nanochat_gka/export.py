@@ -108,7 +108,7 @@ def main(config: ExportConfig) -> None:
     loaded = load(config.run, config.step)
     about = export(loaded, config.out)
     with atomic(config.out / "README.md") as temporary:
-        temporary.write_text(card(about, config.out), encoding="utf-8")
+        temporary.write_text(card(about, config.out), encoding="utf-8", errors="surrogateescape")
     reader = f'nanochat_gka.model.checkpoints.load("{config.out}")'
     print(f"{config.out}: {about['name']} at step {about['step']:,}; {reader} reads it")
     if config.onnx:

@@ -345,14 +345,14 @@ class Trainer(BaseTrainer):
         about = {
             "commit": self.commit,
             "model_config": asdict(self.model.config),
-            "data": self.data.identity(self.folder),
+            "data": self.data.provenance(self.folder),
             "tokens": self.state["step"] * self.horizon.total_batch_size,
             "steps": self.steps,
         }
         tensors = {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
         return Contents(tensors, about, {FILE_NAME: self.data.folder / FILE_NAME})
 
-    def identity(self) -> dict[str, str]:
+    def data_hashes(self) -> dict[str, str]:
         return {"packed rows with the hash": self.data.rows_hash()}
 
     # Evaluations

@@ -76,8 +76,8 @@ def save(
             shutil.copyfile(source, temporary / name)
         write_json(temporary / "state.json", state)
         write_json(temporary / "manifest.json", {path.name: sha256(path) for path in sorted(temporary.iterdir())})
-    newest = [path for path in _newest_first(folder) if path <= final][: max(1, keep)]
-    _delete(path for path in _newest_first(folder) if path not in newest)
+    newest = [path for path in newest_first(folder) if path <= final][: max(1, keep)]
+    _delete(path for path in newest_first(folder) if path not in newest)
     return final
 
 
@@ -98,7 +98,7 @@ def load_newest(folder: Path, warn=print) -> Checkpoint | None:
 
     A damaged checkpoint is reported through `warn` and skipped. Raises UserError if every checkpoint is damaged.
     """
-    while candidates := _newest_first(folder):
+    while candidates := newest_first(folder):
         for path in candidates:
             damage = find_damage(path)
             try:
@@ -128,11 +128,6 @@ def run_folder(path: Path) -> Path:
     places = Path(os.path.abspath(path)), Path(path).resolve()
     runs = [place.parent.parent for place in places if place.parent.name in ("checkpoints", "best")]
     return [*runs, places[1]][0].resolve()
-
-
-def newest_step(folder: Path) -> int:
-    """The step of the newest checkpoint of `folder`, intact or not; 0 without one."""
-    return max((int(path.name[5:]) for path in _newest_first(folder)), default=0)
 
 
 def load(path: Path, verify: bool = True) -> Checkpoint:
@@ -183,7 +178,8 @@ def _delete(paths: Iterable[Path]) -> None:
             path.unlink()
 
 
-def _newest_first(folder: Path) -> list[Path]:
+def newest_first(folder: Path) -> list[Path]:
+    """The checkpoints of a folder, intact or not."""
     if not Path(folder).is_dir():
         return []
     return sorted((path for path in Path(folder).iterdir() if _NAME.fullmatch(path.name)), reverse=True)

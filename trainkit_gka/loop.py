@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from trainkit_gka import signals
-from trainkit_gka.checkpoint import Checkpoint, checkpoint_path, load, load_newest, newest_step
+from trainkit_gka.checkpoint import Checkpoint, load, load_newest
 from trainkit_gka.command import command_line, is_under_torchrun, write_note
 from trainkit_gka.distributed import Interrupted, Runtime, Stop, running
 from trainkit_gka.files import check_writable, locked
@@ -61,7 +61,7 @@ def launch(config: RunConfig, make_trainer: Callable[[Any, Runtime, Checkpoint |
         trainer, log, profiler = runtime.agree(prepare)
         cleanup.callback(trainer.close)
         steps_done = f"a run that has done this many {trainer.STEP}s"  # the paths may differ between machines
-        runtime.check_same(lambda: {steps_done: str(trainer.state["step"]), **trainer.identity()})
+        runtime.check_same(lambda: {steps_done: str(trainer.state["step"]), **trainer.data_hashes()})
         runtime.broadcast(trainer.model.parameters())
         if runtime.any(log.enabled and finish_record(config.folder, trainer.FINISH_KEYS, trainer.steps) is not None):
             runtime.print(f"{config.folder}: already trained for its {trainer.steps:,} {trainer.STEP}s")
@@ -161,17 +161,17 @@ def print_stopped(trainer: Trainer) -> int:
 
 def end_late(trainer: Trainer, number: int) -> None:
     """End this process without saving, in a step or an evaluation that goes on too long after a signal."""
-    runtime, step, saved = trainer.runtime, trainer.state["step"], newest_step(trainer.folder / "checkpoints")
+    runtime, step, newest = trainer.runtime, trainer.state["step"], trainer.newest()
     code = trainer.config.stopped_code or 128 + number
     with contextlib.suppress(OSError):
         if runtime.is_first_here:
             write_note("", code)
         if runtime.is_main:
-            newest = checkpoint_path(trainer.folder / "checkpoints", saved) if saved else "none was saved yet"
             problem = (
                 f"{signals.Stopped(number)} at {trainer.STEP} {step} of {trainer.steps}, which did not end in time"
             )
-            lost = f"newest checkpoint: {newest}; {trainer.STEP}s lost: {step - saved}"
+            lost = step - int(newest.name[5:]) if newest else step
+            lost = f"newest checkpoint: {newest or 'none was saved yet'}; {trainer.STEP}s lost: {lost}"
             print(f"{problem}; {lost}; continue with: {command_line()}", file=sys.stderr, flush=True)
     signals.end_with_children(code)
 

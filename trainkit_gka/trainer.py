@@ -118,8 +118,8 @@ class Trainer(ABC):
         """For --dry-run, on rank 0: check what `prepare` would open, and write nothing. Returns lines of the plan."""
         return {}
 
-    def identity(self) -> dict[str, str]:
-        """Names and values, such as hashes, that must be the same on every process, beside the progress."""
+    def data_hashes(self) -> dict[str, str]:
+        """Names of data and their hashes, which must be the same on every process."""
         return {}
 
     def warnings(self) -> dict[str, str]:
@@ -175,8 +175,9 @@ class Trainer(ABC):
         if not consequence:
             untouched, ruined = "the weights were not touched", f"an earlier {self.STEP} has ruined the weights"
             consequence = untouched if self.is_finite() else ruined
-        saved = sorted((self.folder / "checkpoints").glob("step_*"))
-        return UserError(
-            f"{reason} at {self.STEP} {self.state['step']}{details}; {consequence}. Last checkpoint: "
-            f"{saved[-1] if saved else 'none was saved yet'}. Start a new --model-tag with {self.LOWER}"
-        )
+        last = f"Last checkpoint: {self.newest() or 'none was saved yet'}. Start a new --model-tag with {self.LOWER}"
+        return UserError(f"{reason} at {self.STEP} {self.state['step']}{details}; {consequence}. {last}")
+
+    def newest(self) -> Path | None:
+        """The newest checkpoint, intact or not."""
+        return next(iter(checkpoint.newest_first(self.folder / "checkpoints")), None)

@@ -52,7 +52,7 @@ class RunImages:
         place = {"trained_on": located(self.config.data), "parts": self.config.given_parts()}
         return {"classes": self.classes, "data": self._counts(), **place}
 
-    def identity(self) -> dict[str, str]:
+    def data_hashes(self) -> dict[str, str]:
         """Hashes of the lists of images, which must be the same on every process."""
         sets = {"training": self.train_set, "validation": self.val_set}
         return {f"{name} images with the hash": list_hash(images) for name, images in sets.items()}

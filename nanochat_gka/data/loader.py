@@ -110,7 +110,7 @@ class PackedData:
         same = {**same_rows(self.manifest), "shards": [{key: shard[key] for key in SAME_SHARD} for shard in shards]}
         return hashlib.sha256(json.dumps(same, sort_keys=True).encode()).hexdigest()
 
-    def identity(self, run: Path) -> dict[str, Any]:
+    def provenance(self, run: Path) -> dict[str, Any]:
         """What checkpoints of the run in `run` say of their data: what it is and where, also relative to the run."""
         folder = self.folder.resolve()
         return {
@@ -125,7 +125,7 @@ class PackedData:
         """Raises UserError if these rows are not those of the run in `run`, of which its checkpoint says `saved`."""
         names = {"tokenizer_sha256": "tokenizer", "sequence_len": "context length", "source": "corpus"}
         names |= {"split_documents": "--split-documents", "train_rows": "version of nanochat_gka"}
-        now = self.identity(run)
+        now = self.provenance(run)
         for key, name in names.items():
             if saved.get(key) != now.get(key):
                 problem = f"{self.folder} was packed with another {name} than the run in {run}"
@@ -133,7 +133,7 @@ class PackedData:
 
 
 def rows_of_run(data: dict[str, Any], run: Path) -> Path:
-    """The folder of rows that a run was trained on, from what its checkpoint says of them (`PackedData.identity`).
+    """The folder of rows that a run was trained on, from what its checkpoint says of them (`PackedData.provenance`).
 
     Raises UserError if the checkpoint does not say, or if no folder there has rows of this text, tokenizer and length.
     """

@@ -41,7 +41,7 @@ class Loaded:
     step: int | None  # None for a model of another library
     sha256: str  # of the checkpoint's weights, for an exported model too
     training: dict[str, Any]  # tokens, steps, commit, source and settings of the run
-    data: dict[str, Any] = field(default_factory=dict)  # the checkpoint's `PackedData.identity`
+    data: dict[str, Any] = field(default_factory=dict)  # the checkpoint's `PackedData.provenance`
 
 
 def load(path: Path | str, step: int = -1, device: torch.device | str = "cpu") -> Loaded:

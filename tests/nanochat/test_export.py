@@ -15,6 +15,7 @@ from nanochat_gka.data.tokenizer import Tokenizer
 from nanochat_gka.generation.engine import Engine
 from nanochat_gka.generation.sampling import SAMPLE_PROMPTS, Sampling
 from nanochat_gka.hf import GKAForCausalLM
+from nanochat_gka.model import checkpoints
 from nanochat_gka.model import onnx as language
 from nanochat_gka.model.checkpoints import load
 from tiny_gpt import SHAPE, VARIANTS, awake, write_run
@@ -38,6 +39,21 @@ def test_an_exported_model_gives_the_same_logits(variant, packed, tokenizer, tmp
     assert torch.equal(loaded.model(ids), model(ids)) and torch.equal(load(run_folder).model(ids), model(ids))
     assert loaded.model.config == model.config and loaded.tokenizer.sha256 == tokenizer.sha256
     assert not loaded.model.training
+
+
+def test_a_checkpoint_that_a_training_deletes_while_it_is_loaded(trained, tmp_path, monkeypatch):
+    """The newest one takes its place."""
+    (old,) = (shutil.copytree(trained[0], tmp_path / "run") / "checkpoints").iterdir()
+    tokenizer = checkpoints._tokenizer
+
+    def delete(folder, model):
+        monkeypatch.undo()
+        shutil.copytree(old, old.with_name("step_00000008"))
+        shutil.rmtree(old)
+        return tokenizer(folder, model)
+
+    monkeypatch.setattr(checkpoints, "_tokenizer", delete)
+    assert load(tmp_path / "run").step == 8
 
 
 def test_an_exported_folder_describes_the_model(trained, packed, tokenizer, tmp_path, capsys):

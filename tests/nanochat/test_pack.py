@@ -179,7 +179,7 @@ def test_a_run_is_not_continued_on_other_rows_of_the_same_text(books, tmp_path):
     folders = {"split": books / "split", "unsplit": books / "unsplit", "other": tmp_path / "other"}
     data = {name: PackedData(folder, verify=False) for name, folder in folders.items()}
     for now, before in itertools.permutations(data, 2):
-        saved = data[before].identity(tmp_path)
+        saved = data[before].provenance(tmp_path)
         data[before].check_same(saved, tmp_path)
         with tiny.one_line_error("another --split-documents" if "split" in (now, before) else "another version"):
             data[now].check_same(saved, tmp_path)
