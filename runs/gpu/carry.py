@@ -22,7 +22,7 @@ ARCHIVE, WHEELS, MANIFEST = "rows.tar.xz", "wheels", "manifest.json"
 # Rows are 16-bit numbers: whether a byte is the first or the second of one tells more than the byte before it.
 FILTERS = [{"id": lzma.FILTER_LZMA2, "preset": 6, "lc": 2, "lp": 1, "pb": 1}]
 PACKAGES = (
-    *("tyro", "docstring-parser", "typeguard", "rustbpe", "tiktoken", "regex", "safetensors", "psutil", "filelock"),
+    *("tyro", "docstring-parser", "typeguard", "rustbpe", "tiktoken", "regex", "safetensors", "psutil"),
     *("rich", "markdown-it-py", "mdurl", "pygments", "timm", "pytest", "pluggy", "iniconfig", "hypothesis"),
     *("sortedcontainers", "pyyaml"),
 )
