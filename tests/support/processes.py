@@ -73,6 +73,7 @@ def _run(module: str, argv: list[str], environment: dict[str, str | None], outpu
         mount_shared_memory(shm)
     os.environ.update({name: value for name, value in environment.items() if value is not None})
     tempfile.tempdir = None  # it is looked for anew, in this environment
+    multiprocessing.current_process()._config.pop("tempdir", None)
     sys.argv, sys.orig_argv = [module, *argv], [sys.executable, "-m", module, *argv]
     forked = mock.patch.object(multiprocessing.util, "spawnv_passfds", _fork_in_place_of_exec)
     with forked, contextlib.suppress(UserError):  # the command raises it again
