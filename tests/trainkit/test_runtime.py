@@ -20,7 +20,7 @@ from trainkit_gka import compiling, results
 from trainkit_gka.cli import PassingFault, UserError
 from trainkit_gka.command import command_line
 from trainkit_gka.distributed import Runtime, setup
-from trainkit_gka.exports import CONFIG, export_folder
+from trainkit_gka.exports import CHECKSUMS, CONFIG, WEIGHTS, check_files, export_folder
 from trainkit_gka.files import atomic, atomic_folder, locked, read_json, write_json
 from trainkit_gka.progress import Pace, RunLog, read_events
 from trainkit_gka.results import append_result, describe_hardware, is_processor, processor_name
@@ -62,9 +62,12 @@ def test_an_export_takes_the_place_of_one_of_the_same_model_alone(tmp_path):
     folder = tmp_path / "export"
     for content in ("first", "second"):
         with export_folder(folder, lambda: True) as incoming:
-            (incoming / CONFIG).write_text(content)
+            for name in (WEIGHTS, CONFIG):
+                (incoming / name).write_text(content)
         (folder / "notes.txt").touch()
-    assert {path.name: path.read_text() for path in folder.iterdir()} == {CONFIG: "second", "notes.txt": ""}
+    check_files(folder)
+    assert {path.name for path in folder.iterdir()} == {WEIGHTS, CONFIG, CHECKSUMS, "notes.txt"}
+    assert (folder / CONFIG).read_text() == "second"
     with tiny.one_line_error("another model; choose another --out"):
         export_folder(folder, lambda: False).__enter__()
     (folder / CONFIG).unlink()
