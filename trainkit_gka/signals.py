@@ -126,12 +126,16 @@ def watched(watch: Callable[[int], None]) -> Iterator[None]:
 
 def end_with_children(code: int) -> None:
     """End this process at once, whatever it does, and those that it has started, such as compilers."""
+    children: list[int] = []
     with contextlib.suppress(Exception):  # nothing may keep it from ending
         import psutil
 
-        for child in psutil.Process().children(recursive=True):
-            if child.pid != resource_tracker._resource_tracker._pid:  # which cleans up when this process has ended
-                child.kill()
+        children = [child.pid for child in psutil.Process().children(recursive=True)]
+    sys.setswitchinterval(60)  # from here on no other thread runs: one that waited for a child would go on
+    for child in children:
+        if child != resource_tracker._resource_tracker._pid:  # which cleans up when this process has ended
+            with contextlib.suppress(OSError):
+                os.kill(child, signal.SIGKILL)
     os._exit(code)
 
 
