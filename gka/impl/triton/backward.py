@@ -121,7 +121,7 @@ def _keys_tile(acc, acc_v, b_total, b_k, b_v, b_half, scale, inverse, p_x, p_dy,
 
 
 @triton.jit
-def _store_partial(p_dls, b_dls, p_log_sigma, bh, H, row_block, row_blocks, BOUND: tl.constexpr):
+def store_partial(p_dls, b_dls, p_log_sigma, bh, H, row_block, row_blocks, BOUND: tl.constexpr):
     """The program's part of dlog_sigma; none where log_sigma is clamped."""
     batches = tl.num_programs(0) // row_blocks // H
     clamped = tl.abs(tl.load(p_log_sigma + bh % H)) > BOUND
@@ -208,7 +208,7 @@ def gka_queries_kernel(p_x, p_k, p_v, p_log_sigma, p_lengths, p_dy, p_norm, p_le
     b_dls += b_total * (b_level - b_peak)  # the tiles' exponents are those of W, S_ij lies a row's log2 D_i above
     acc = clear(p_lengths, inverse * (acc - b_total[:, None] * b_x), o_t, num_queries)
     store_tile(head_of(p_dx, bh, H, Tq * H * D, D), o_t, H * D, acc, Tq, D, BLOCK_D)
-    _store_partial(p_dls, b_dls, p_log_sigma, bh, H, row_block, tl.cdiv(Tq, BM), BOUND)
+    store_partial(p_dls, b_dls, p_log_sigma, bh, H, row_block, tl.cdiv(Tq, BM), BOUND)
 
 
 @triton.jit(do_not_specialize=["before", "after"])
@@ -310,4 +310,4 @@ def gka_symmetric_kernel(p_x, p_log_sigma, p_lengths, p_dy, p_norm, p_weight, p_
     acc -= b_total[:, None] * reload_tile(p_x, o_t, sx_t, tokens, D, BLOCK_D).to(tl.float32)
     acc = clear(p_lengths, acc, o_t, tokens)
     store_tile(head_of(p_dx, bh, H, T * H * D, D), o_t, H * D, acc, T, D, BLOCK_D)
-    _store_partial(p_dls, b_dls / inverse, p_log_sigma, bh, H, row_block, tl.cdiv(T, BM), BOUND)
+    store_partial(p_dls, b_dls / inverse, p_log_sigma, bh, H, row_block, tl.cdiv(T, BM), BOUND)
