@@ -49,6 +49,7 @@ def account(config: AccountingConfig) -> dict:
         **({"gka_values": config.gka_values} if has_gka(config.attention, config.depth) else {}),
         **({"channel_bandwidths": True} if config.channel_bandwidths else {}),
         **({"head_gates": True} if config.head_gates else {}),
+        **({"short_conv": config.short_conv} if config.short_conv else {}),
         "n_embd": model.config.n_embd,
         "n_head": model.config.n_head,
         "parameters": counts.pop("total"),

@@ -31,7 +31,7 @@ from nanochat_gka.generation.engine import Engine
 from nanochat_gka.generation.sampling import SAMPLE_PROMPTS, Sampling
 from nanochat_gka.model.accounting import Horizon, flops_per_token, parameter_counts, plan
 from nanochat_gka.model.config import ModelFlags, has_gka, without_research_settings
-from nanochat_gka.model.gpt import GPT, build
+from nanochat_gka.model.gpt import GPT, WHOLE_ROWS, build
 from nanochat_gka.training import memory
 from nanochat_gka.training.bits_per_byte import UTF8, of_both_splits, rows_note, utf8_note
 from nanochat_gka.training.memory import RowsAtOnce
@@ -117,9 +117,15 @@ class TrainConfig(OptimConfig, ModelFlags, BundleFlags, RunConfig):
         values = "" if self.gka_values == "rotated" or not has_gka(self.attention, self.depth) else self.gka_values
         everywhere = "everywhere" if self.offset_layers == "all" else ""
         learned = ["channels"] * self.channel_bandwidths + ["gates"] * self.head_gates
+        learned += [f"conv{self.short_conv}"] if self.short_conv else []
         tables = {"auto": "", "all": "VE", "every-layer": "VE-every-layer", "none": "no-VE"}[self.value_embeds]
         parts = [f"d{self.depth}", self.attention, self.head_offsets, everywhere, values, *learned, tables]
         return self.model_tag or "-".join(filter(None, parts))
+
+    def check(self) -> None:
+        super().check()
+        if self.short_conv and (self.sample_every > 0 or self.core_metric_every > 0):
+            raise UserError(f"{WHOLE_ROWS}: give --sample-every -1, and leave --core-metric-every out")
 
     def identity(self) -> dict[str, Any]:
         hidden = () if has_gka(self.attention, self.depth) else ("gka_values",)  # without meaning there

@@ -26,14 +26,15 @@ from gka import (
 from gka.bandwidth import at_least_float32
 from gka.masking import Mask
 from gka.offsets import head_offsets
-from nanochat_gka.model.blocks import Linear, Rotary, fill_uniform, norm
+from nanochat_gka.model.blocks import Linear, Rotary, ShortConvolution, fill_uniform, norm
 from nanochat_gka.model.config import GPTConfig
-from nanochat_gka.model.context import Context, Tensors
+from nanochat_gka.model.context import Context, Tensors, map_distinct
 
 GATE_CHANNELS = 32
 GATE_SCALE = 0.1
 # The parameters of a layer that AdamW trains, with the flag of their learning rate; Muon trains the matrices.
 ADAMW_PARTS = {"log_sigma": "sigma_lr", "channel_log_scales": "channel_lr", "head_gate": "gate_lr"}
+ADAMW_PARTS |= {"short_conv": "short_conv_lr"}
 
 
 class Attention(nn.Module, ABC):
@@ -42,6 +43,7 @@ class Attention(nn.Module, ABC):
     kind: ClassVar[Kind]
     plain_widths: ClassVar[int]  # of `activation_widths`, without a model's additions
     derives_keys = False  # a cache may leave keys out, since they follow from the values
+    convolved = ("query", "key", "value")  # what has a short convolution each
 
     def __init__(self, config: GPTConfig, layer: int):
         super().__init__()
@@ -57,6 +59,10 @@ class Attention(nn.Module, ABC):
         scales = torch.empty(config.n_embd, dtype=torch.float32)
         self.channel_log_scales = nn.Parameter(scales) if config.channel_bandwidths and has_additions else None
         self.head_gate = Linear(config.n_embd, config.n_head) if config.head_gates and has_additions else None
+        self.short_conv = None
+        if config.short_conv and has_additions:
+            modules = {name: ShortConvolution(config.short_conv, config.n_embd) for name in self.convolved}
+            self.short_conv = nn.ModuleDict(modules)
 
     def init_weights(self) -> None:
         for name in self.projections:
@@ -67,12 +73,14 @@ class Attention(nn.Module, ABC):
                 nn.init.zeros_(zeros.weight)
         if self.channel_log_scales is not None:
             nn.init.zeros_(self.channel_log_scales)
+        for convolution in self.short_conv.values() if self.short_conv else ():
+            nn.init.zeros_(convolution.taps)
 
     @property
     def activation_widths(self) -> int:
         """(B, T, C) tensors that the layer keeps for the backward pass, for `training.memory`."""
         added = (self.pairing, self.channel_log_scales, self.head_gate)
-        return self.plain_widths + sum(part is not None for part in added)
+        return self.plain_widths + sum(part is not None for part in added) + len(self.short_conv or ())
 
     @property
     def attention_flops(self) -> int:
@@ -102,6 +110,10 @@ class Attention(nn.Module, ABC):
     def scaled(self, x: torch.Tensor) -> torch.Tensor:
         """x * exp(a) per channel, by which tokens are compared, (B, T, C); x without channel bandwidths."""
         return x if self.channel_log_scales is None else x * self.channel_log_scales.exp().to(x.dtype)
+
+    def convolve(self, name: str, x: torch.Tensor) -> torch.Tensor:
+        """x, (B, T, C), after the short convolution of this name; x itself in layers without."""
+        return x if self.short_conv is None else self.short_conv[name](x)
 
     @abstractmethod
     def project(self, x, value_embedding, rotary: Rotary, positions) -> tuple[torch.Tensor, Tensors]:
@@ -169,11 +181,12 @@ class SoftmaxAttention(Attention):
     plain_widths = 6  # queries and keys before and after their norm, values, output
 
     def values(self, x):
-        return self.heads(self.c_v(x))
+        return self.heads(self.convolve("value", self.c_v(x)))
 
     def project(self, x, value_embedding, rotary, positions):
         compared = self.scaled(x)
-        queries, keys = (norm(rotary(self.heads(c(compared)), positions)) for c in (self.c_q, self.c_k))
+        maps = {"query": self.c_q, "key": self.c_k}.items()
+        queries, keys = (norm(rotary(self.heads(self.convolve(name, c(compared))), positions)) for name, c in maps)
         return queries, (keys, self.add_value_embedding(self.values(x), x, value_embedding))
 
     def attend(self, rotary, queries, stored):
@@ -193,7 +206,7 @@ class VLTAttention(SoftmaxAttention):
     plain_widths = 5  # as softmax, without values
 
     def values(self, x):
-        return self.heads(x)
+        return self.heads(self.convolve("value", x))
 
 
 class GKAAttention(Attention):
@@ -269,12 +282,14 @@ class RotatedGKA(GKAAttention):
     Value embeddings or channel bandwidths make the values another tensor than the features; then both are stored.
     """
 
+    convolved = ("feature",)
+
     @property
     def cached_tensors(self):
         return 1 + (self.ve_gate is not None or self.channel_log_scales is not None)
 
     def project(self, x, value_embedding, rotary, positions):
-        heads = self.heads(x)
+        heads = self.heads(self.convolve("feature", x))
         features = self.features(heads, rotary, positions)
         values = features if self.channel_log_scales is None else norm(rotary(heads, positions))
         values = self.add_value_embedding(values, x, value_embedding)
@@ -285,20 +300,23 @@ class UnrotatedGKA(GKAAttention):
     """Values are normalised per head but not rotated, which is not the paper's form.
 
     Keys follow from the values and their positions, so that a cache may store the values alone; value embeddings,
-    which are added to the values, undo that.
+    which are added to the values, and short convolutions, of which keys have another than values, undo that.
     """
+
+    convolved = ("feature", "value")
 
     @property
     def cached_tensors(self):
-        return 1 + (self.ve_gate is not None)
+        return 1 + (not self.derives_keys)
 
     @property
     def derives_keys(self):
-        return self.ve_gate is None
+        return self.ve_gate is None and self.short_conv is None
 
     def project(self, x, value_embedding, rotary, positions):
-        values = norm(self.heads(x))
-        features = self.features(values, rotary, positions)
+        inputs = [self.convolve(name, x) for name in self.convolved]
+        compared, values = map_distinct(lambda tensor: norm(self.heads(tensor)), *inputs)
+        features = self.features(compared, rotary, positions)
         return features, (self.add_value_embedding(values, x, value_embedding), features)
 
     def unpack(self, rotary, first, stored):

@@ -14,7 +14,7 @@ CHOICES = {
     "offset_layers": ("gka", "all"),
 }
 # Settings that only gka layers have. Those of the first line are of all layers where offset_layers=all.
-ADDITIONS = ("head_offsets", "channel_bandwidths", "head_gates")
+ADDITIONS = ("head_offsets", "channel_bandwidths", "head_gates", "short_conv")
 GKA_SETTINGS = ("gka_values", "sigma_squared")
 # Settings of research forms, which runs of the study state. Commit 0438d460 has other values of them.
 RESEARCH_SETTINGS = {"mixing": "none", "rotary": "full", "kernel": "gaussian", "gka_window": 0}
@@ -43,6 +43,7 @@ class GPTConfig:
     offset_layers: str = "gka"
     channel_bandwidths: bool = False
     head_gates: bool = False
+    short_conv: int = 0
 
     def __post_init__(self):
         for name in ("sequence_len", "vocab_size", "n_layer", "n_head", "n_embd"):
@@ -64,6 +65,8 @@ class GPTConfig:
                 raise ValueError(f"{name} must be one of {', '.join(choices)}, got {getattr(self, name)!r}")
         if not (math.isfinite(self.sigma_squared) and self.sigma_squared >= 0):
             raise ValueError(f"sigma_squared must be positive and finite, or 0 (automatic); got {self.sigma_squared}")
+        if self.short_conv < 0:
+            raise ValueError(f"short_conv must be at least 1, or 0 (none); got {self.short_conv}")
         for name in unused_settings(self.attention, self.n_layer, self.offset_layers):
             if getattr(self, name) != getattr(type(self), name):
                 none = f"attention={self.attention} has none in {self.n_layer} layers"
@@ -128,7 +131,7 @@ class GPTConfig:
         return every_second and (self.value_embeds == "all" or (self.value_embeds == "auto" and learns_values))
 
     def has_additions(self, layer: int) -> bool:
-        """Whether the layer has the model's head offsets, channel bandwidths and head gates."""
+        """Whether the layer has the model's head offsets, channel bandwidths, head gates and short convolutions."""
         return self.offset_layers == "all" or self.layer_attention(layer) == "gka"
 
     @property
@@ -140,6 +143,7 @@ class GPTConfig:
             f"values {self.gka_values}": self.gka_values != "rotated",
             "channel bandwidths": self.channel_bandwidths,
             "head gates": self.head_gates,
+            f"short convolutions of {self.short_conv}": self.short_conv,
             f"value embeddings {self.value_embeds}": self.value_embeds != "auto",
         }
         return ", ".join(text for text, applies in words.items() if applies)
@@ -199,13 +203,16 @@ class ModelFlags:
     sigma_squared: Annotated[float, Bounds(0), Group.MODEL] = 0.0
     """Starting sigma^2 of gka heads; 0 = head_dim, or head_dim / 4 with head offsets."""
     offset_layers: Annotated[Literal["gka", "all"], Group.MODEL] = "gka"
-    """Layers that have the head offsets, channel bandwidths and head gates; all gives them to softmax and vlt layers
-    too, as a control."""
+    """Layers that have the head offsets, channel bandwidths, head gates and short convolutions; all gives them to
+    softmax and vlt layers too, as a control."""
     channel_bandwidths: Annotated[bool, Group.MODEL] = False
     """Learn a scale for each channel of what is compared, beside sigma for each head (automatic relevance
     determination); not the paper's form."""
     head_gates: Annotated[bool, Group.MODEL] = False
     """Multiply each head's output by a gate that reads the token (arXiv 2505.06708); not the paper's form."""
+    short_conv: Annotated[int, Bounds(0, 64), Group.MODEL] = 0
+    """Tokens that a causal convolution of every channel mixes into queries, keys and values (arXiv 2512.17351); 0 =
+    none. An experiment: such models train and are evaluated in bits per byte, but do not generate."""
 
     def shape(self, depth: int, sequence_len: int, vocab_size: int) -> GPTConfig:
         """The model's shape at `depth` with these settings. Raises UserError naming the setting."""

@@ -15,6 +15,9 @@ from nanochat_gka.model.cache import KVCache
 from nanochat_gka.model.config import GPTConfig
 from nanochat_gka.model.context import Context
 from nanochat_gka.model.loss import capped, cross_entropy
+from trainkit_gka.cli import UserError
+
+WHOLE_ROWS = "a model with short convolutions (--short-conv) computes whole rows only"
 
 
 class Block(nn.Module):
@@ -108,6 +111,8 @@ class GPT(nn.Module):
     def hidden(self, ids: torch.Tensor, context: Context | None = None) -> torch.Tensor:
         """The first part of `forward`: the head's input, (B, T, n_embd). For callers who need few of the logits."""
         context = Context() if context is None else context
+        if self.config.short_conv and type(context) is not Context:
+            raise UserError(f"{WHOLE_ROWS}; this needs a cache of past tokens, or several texts in a row")
         context.begin(ids.shape[1])
         if context.longest > self.rotary.length:
             limit = f"at most {self.rotary.length} tokens ({ROTARY_OVERALLOCATION} x sequence_len)"

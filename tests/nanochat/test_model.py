@@ -16,7 +16,7 @@ from nanochat_gka.model.gpt import build
 from nanochat_gka.training import memory
 from nanochat_gka.training.optim import OptimConfig, parameter_groups
 from sharding import check_trains_as_in_bfloat16, process_group
-from tiny_gpt import SHAPE, VARIANTS, awake
+from tiny_gpt import SHAPE, VARIANTS, WHOLE_ROWS, awake
 
 every_variant = pytest.mark.parametrize("variant", VARIANTS, ids=str)
 
@@ -25,6 +25,7 @@ every_variant = pytest.mark.parametrize("variant", VARIANTS, ids=str)
 FORMS = [dict(attention="gka", gka_values=values) for values in ("rotated", "normalised")]
 FORMS += [dict(attention=kind, offset_layers="all") for kind in ("softmax", "vlt")]
 ADDITIONS = dict(channel_bandwidths=True, head_gates=True, value_embeds="all")
+ADDED = ({}, ADDITIONS, dict(short_conv=3), dict(**ADDITIONS, short_conv=20))
 # Of the four heads, by how many tokens keys and values are late.
 DELAYS = {"": [(0, 0)] * 4, "NPS": [(0, 0), (0, 1), (1, 0), (0, 0)], "PNSSP": [(0, 1), (0, 0), (1, 0), (1, 0)]}
 
@@ -43,18 +44,28 @@ def by_definition(layer, rotary, x, value_embedding):
         one, two = t[..., :8], t[..., 8:]
         return torch.cat([one * cos + two * sin, two * cos - one * sin], dim=-1)
 
+    def late(t, tokens):
+        return t[:, [max(0, j - tokens) for j in range(16)]]
+
+    def convolved(name, t):
+        taps = layer.short_conv[name].taps[:16] if layer.short_conv else ()
+        present = torch.arange(16)[:, None]  # no token precedes the first
+        return t + sum(tap * late(t, tokens) * (present >= tokens) for tokens, tap in enumerate(taps))
+
     scales = 1 if layer.channel_log_scales is None else layer.channel_log_scales.exp()
     if layer.kind.name == "gka":  # K = exp(-|x_i - x_j|^2 / 2 sigma^2), section 5.1
-        queries = keys = normed(rotated(heads(normed(heads(x)).flatten(2) * scales)))
-        values = normed(rotated(heads(x))) if layer.config.gka_values == "rotated" else normed(heads(x))
+        is_rotated, y = layer.config.gka_values == "rotated", convolved("feature", x)
+        queries = keys = normed(rotated(heads(normed(heads(y)).flatten(2) * scales)))
+        values = normed(rotated(heads(y))) if is_rotated else normed(heads(convolved("value", x)))
     else:
-        queries, keys = (normed(rotated(heads((x * scales) @ w.weight.T))) for w in (layer.c_q, layer.c_k))
-        values = heads(x) if layer.kind.name == "vlt" else heads(x @ layer.c_v.weight.T)
+        projected = [(x * scales) @ c.weight.T for c in (layer.c_q, layer.c_k)]
+        queries, keys = (normed(rotated(heads(convolved(*t)))) for t in zip(("query", "key"), projected))
+        values = heads(convolved("value", x if layer.kind.name == "vlt" else x @ layer.c_v.weight.T))
     if value_embedding is not None:
         values = values + 2 * torch.sigmoid(x[..., :32] @ layer.ve_gate.weight.T)[..., None] * heads(value_embedding)
     mixed = []
     for head, delays in enumerate(DELAYS[layer.config.head_offsets]):
-        k, v = (t[:, [max(0, j - late) for j in range(16)], head] for t, late in zip((keys, values), delays))
+        k, v = (late(t[:, :, head], delay) for t, delay in zip((keys, values), delays))
         if layer.kind.name == "gka":
             distances = (queries[:, :, None, head] - k[:, None]).square().sum(-1)
             logits = -distances / (2 * (2 * layer.log_sigma[head]).exp())
@@ -65,7 +76,7 @@ def by_definition(layer, rotary, x, value_embedding):
     return (torch.stack(mixed, 2) * gates).flatten(2) @ layer.c_proj.weight.T
 
 
-@pytest.mark.parametrize("form, offsets, additions", itertools.product(FORMS, DELAYS, ({}, ADDITIONS)), ids=str)
+@pytest.mark.parametrize("form, offsets, additions", itertools.product(FORMS, DELAYS, ADDED), ids=str)
 def test_a_layer_is_its_equations(form, offsets, additions):
     layer = build_attention(dataclasses.replace(SHAPE, **form, head_offsets=offsets, **additions), layer=3).double()
     rotary = Rotary(16, 16).double()
@@ -74,7 +85,7 @@ def test_a_layer_is_its_equations(form, offsets, additions):
         for parameter in layer.parameters():
             parameter.normal_(std=0.3)
     x, embedding = torch.randn(2, 2, 16, 64, dtype=torch.float64)
-    embedding, context = embedding if additions else None, Context()
+    embedding, context = embedding if "value_embeds" in additions else None, Context()
     context.begin(16)
     expected = by_definition(layer, rotary, x, embedding)
     torch.testing.assert_close(layer(x, embedding, rotary, context), expected, rtol=1e-5, atol=1e-5)
@@ -83,7 +94,7 @@ def test_a_layer_is_its_equations(form, offsets, additions):
 # Whole models
 
 
-@every_variant
+@pytest.mark.parametrize("variant", [*VARIANTS, *WHOLE_ROWS], ids=str)
 def test_later_tokens_change_nothing_and_every_parameter_learns(variant):
     """Each parameter is of one group of the optimiser, and counted before the model is built."""
     model = awake(dataclasses.replace(SHAPE, **variant))
@@ -158,6 +169,8 @@ def test_starting_bandwidths_and_the_layers_of_offsets():
         (dict(head_offsets="PS"), "head_offsets .* attention=softmax .* offset_layers=all"),
         (dict(gka_values="raw"), "gka_values .* rotated, normalised, got 'raw'"),
         (dict(attention="gka", sigma_squared=-1.0), "sigma_squared .* got -1.0"),
+        (dict(attention="gka", short_conv=-1), "short_conv .* got -1"),
+        (dict(short_conv=4), "short_conv .* attention=softmax .* offset_layers=all"),
     ],
     ids=str,
 )
