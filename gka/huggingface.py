@@ -1,41 +1,65 @@
 """Models of Hugging Face's transformers with Gaussian kernel attention, such as BERT, ViT and Llama.
 
     from gka.huggingface import use_gka
-    model = use_gka(BertForSequenceClassification(config))      # then train it: Trainer, padded batches, saving
+    model = use_gka(BertForSequenceClassification(config), preset="text")      # then train it: Trainer, saving, loading
 
 The heads of what a layer is given are queries, keys and values; where the model rotates them, values stay as they were.
-transformers is imported when the function is called.
+transformers is imported when the functions are called.
 """
 
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
+from gka import offsets
 from gka.api import gaussian_attention
 from gka.bandwidth import at_least_float32, initial_log_sigma
+from gka.offsets import HeadOffsets
+from gka.padding_and_masks import in_order
 
 NAME = "gka"  # of the attention, in a model's configuration
+OFFSETS = "gka_offsets"  # set in the configuration of a model whose layers have head offsets
 UNLIKE = ("opt", "whisper")  # model types that scale queries before they are compared
 CROSS = ("encoder_attn",)  # names of cross attention, beside those with "cross"
 PROJECTIONS = (("q_proj", "k_proj", "v_proj"), ("query", "key", "value"))  # names of a layer's three
 
 
-def use_gka(model: nn.Module, sigma_squared: float | None = None) -> nn.Module:
+PRESETS: dict[str | None, dict[str, Any]] = {
+    None: {},
+    "text": dict(head_norm=True, head_offsets="PS", channel_bandwidths=True, head_gates=True),
+}
+
+
+def use_gka(
+    model: nn.Module, sigma_squared: float | None = None, preset: str | None = None, **options: Any
+) -> nn.Module:
     """The model, a `PreTrainedModel`, with the three projections of every attention layer gone and a `log_sigma` there.
 
     What they had learned is lost, so that a pretrained model must be trained again; output projections and everything
-    else stay. To load what `save_pretrained` wrote, build the model from its configuration, call this, and load the
-    state: `model.load_state_dict(safetensors.torch.load_file(...))`. Sequences packed into one row are not kept apart:
-    pad them. Static caches are refused.
+    else stay. Heads are the queries', of the model's width; keys have as many, also where the model had fewer. To load
+    what `save_pretrained` wrote, build the model from its configuration, call this with the same arguments, and load
+    the state: `model.load_state_dict(safetensors.torch.load_file(...))`. Sequences packed into one row are not kept
+    apart: pad them. Static caches are refused.
 
-    sigma_squared: starting sigma^2 of every head; None means sqrt(head_dim). Raises ValueError for a model without such
-    layers, whose keys have fewer heads than the queries, or which norms or scales queries apart from keys.
+    Args:
+      sigma_squared: starting sigma^2 of every head; None means sqrt(head_dim), or head_dim / 4 with preset="text".
+      preset: None is the paper's form. "text" normalises heads and adds head offsets PS, channel bandwidths
+        (`log_scale`) and head gates (`head_gate`); positions are the model's. Cross attention stays in the paper's
+        form.
+      options: arguments of `GaussianKernelAttention` that win over the preset: head_norm, head_offsets,
+        channel_bandwidths, head_gates.
+
+    Raises ValueError for a model without such layers, whose heads together are not as wide as the model, or which norms
+    or scales queries apart from keys; TypeError for an option that is none.
     """
     from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
     if not isinstance(model, PreTrainedModel):
         raise ValueError(f"use_gka takes a model of transformers, got {type(model).__name__}")
+    if preset not in PRESETS:
+        raise ValueError(f"preset must be one of {', '.join(map(repr, PRESETS))}, got {preset!r}")
     AttentionInterface.register(NAME, _attend)
     AttentionMaskInterface.register(NAME, _padding)
     layers = [
@@ -50,28 +74,84 @@ def use_gka(model: nn.Module, sigma_squared: float | None = None) -> nn.Module:
         raise ValueError(f"no attention layer of the model can be changed: {reason}")
     changes = []  # all of them are checked before the model is changed
     for path, layer, names in layers:
-        widths = {getattr(layer, name).out_features for name in names} | {getattr(layer, names[0]).in_features}
+        widths = {getattr(layer, name).in_features for name in names} | {getattr(layer, names[0]).out_features}
         if len(widths) > 1:
-            raise ValueError(f"{path}: queries, keys and values must be as wide as the model, got {sorted(widths)}")
+            raise ValueError(f"{path}: the heads together must be as wide as the model, got {sorted(widths)}")
         config: Any = layer.config
         if hasattr(layer, "k_norm") or config.model_type in UNLIKE:
             raise ValueError(f"{path}: queries are not what the keys are there, which GKA needs")
         num_heads = getattr(layer, "num_heads", config.num_attention_heads)
-        weight = getattr(layer, names[0]).weight
-        start = (widths.pop() // num_heads) ** 0.5 if sigma_squared is None else sigma_squared
-        log_sigma = nn.Parameter(initial_log_sigma(num_heads, start).to(weight.device))
         looks_elsewhere = any(part in CROSS or "cross" in part for part in path.lower().split(".")[-2:])
-        changes.append((layer, names, log_sigma, looks_elsewhere))
+        form = {} if looks_elsewhere else PRESETS[preset] | options
+        start = sigma_squared
+        if start is None and preset == "text" and not looks_elsewhere:
+            start = widths.pop() / num_heads / 4
+        parts = _parts(getattr(layer, names[0]).weight, num_heads, start, **form)
+        changes.append((layer, names, dict(looks_elsewhere=looks_elsewhere, **parts)))
     for part in model.modules():
         if isinstance(part, PreTrainedModel):
             part.set_attn_implementation(NAME)
             part.config._attn_implementation = NAME  # a part of a larger model may keep its own otherwise
-    for layer, names, log_sigma, looks_elsewhere in changes:
+    for layer, names, parts in changes:
         for name in names:
             setattr(layer, name, nn.Identity())
-        layer.log_sigma, layer.looks_elsewhere = log_sigma, looks_elsewhere
+        for name, part in parts.items():
+            setattr(layer, name, part)
+        if layer.head_norm or layer.log_scale is not None:
+            for name in names[:2]:
+                setattr(layer, name, _Features(layer))
         layer.config._attn_implementation = NAME
+        if layer.pairing is not None:
+            setattr(layer.config, OFFSETS, True)
     return model
+
+
+def _parts(
+    weight: torch.Tensor,
+    num_heads: int,
+    sigma_squared: float | None,
+    head_norm: bool = False,
+    head_offsets: str = "",
+    channel_bandwidths: bool = False,
+    head_gates: bool = False,
+) -> dict[str, Any]:
+    """What becomes of a layer whose projections were like `weight`, (C, C): parameters and settings by name."""
+    width, placed = len(weight), dict(device=weight.device)
+    start = (width // num_heads) ** 0.5 if sigma_squared is None else sigma_squared
+    gate = nn.Linear(width, num_heads, bias=False, dtype=weight.dtype, **placed) if head_gates else None
+    if gate is not None:
+        nn.init.zeros_(gate.weight)
+    return dict(
+        log_sigma=nn.Parameter(initial_log_sigma(num_heads, start).to(**placed)),
+        log_scale=nn.Parameter(torch.zeros(width, **placed)) if channel_bandwidths else None,
+        head_gate=gate,
+        head_norm=head_norm,
+        pairing=offsets.head_offsets(head_offsets, num_heads),
+    )
+
+
+class _Features(nn.Module):
+    """In the place of the projections to queries and keys: what is compared, before the model rotates it.
+
+    Rotation keeps norms, so that what is normalised here has a constant norm there too. The parameters are the
+    attention layer's, which is in a tuple, so that it is not a module of this one.
+    """
+
+    def __init__(self, layer: nn.Module):
+        super().__init__()
+        self.layer = (layer,)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Of the layer's input, (B, T, C), in the same shape."""
+        [layer] = self.layer
+        heads = _normalised(layer, x.unflatten(-1, (len(layer.log_sigma), -1)))
+        if layer.log_scale is not None:
+            heads = _normalised(layer, heads * layer.log_scale.exp().to(heads).view(heads.shape[2:]))
+        return heads.flatten(-2)
+
+
+def _normalised(layer: Any, heads: torch.Tensor) -> torch.Tensor:
+    return F.rms_norm(heads, heads.shape[-1:]) if layer.head_norm else heads
 
 
 def _padding(
@@ -84,6 +164,10 @@ def _padding(
     if is_causal and kv_offset + kv_length != int(q_offset) + q_length:
         raise ValueError("GKA serves caches as long as what they hold: use the dynamic cache, not a static one")
     mask = flash_attention_mask(batch_size, q_length, kv_length, q_offset, kv_offset, **arguments)
+    if kv_offset and getattr(arguments["config"], OFFSETS, False):
+        raise ValueError(
+            "head offsets read a token that a cache of windows dropped: give past_key_values=DynamicCache()"
+        )
     if mask is not None and mask.shape[1] < kv_length:  # transformers counts places by it, so these are wrong too
         places = f"attention_mask has {mask.shape[1]} places for {kv_length} keys"
         raise ValueError(
@@ -104,19 +188,47 @@ def _attend(
 ) -> tuple[torch.Tensor, None]:
     """transformers' attention interface: (B, H, T, D) each; returns (B, Tq, H, D), and no weights.
 
-    Without a cache the keys are the queries, whatever tensors they are; later they are longer.
+    Without a cache the keys are the queries, whatever tensors they are; later they are longer. The values are heads of
+    the layer's input, as a cache keeps them.
     """
     is_self = query.shape == key.shape and not module.looks_elsewhere
     x, keys, values = (t.transpose(1, 2) for t in (query, key, value))
-    compared = query if is_self else key
-    same = not torch.compiler.is_compiling() and value.data_ptr() == compared.data_ptr()
-    same = same and value.stride() == compared.stride()
+    entered = values[:, -x.shape[1] :]
     causal = bool(module.is_causal if is_causal is None else is_causal)
     masks: dict[str, Any] = dict(causal=causal, window=sliding_window - 1 if sliding_window else None)
     if attention_mask is not None and attention_mask.dim() == 2:
         masks["key_padding_mask"] = ~attention_mask.bool()
     elif attention_mask is not None:  # it says what is causal too
         masks |= dict(attn_mask=attention_mask, causal=False)
+    keys = x if is_self else keys
+    same = not torch.compiler.is_compiling() and value.data_ptr() == keys.data_ptr()
+    same = same and values.stride() == keys.stride()
+    values = keys if same else _normalised(module, values)
+    if module.pairing is not None:
+        keys, values = _paired(module.pairing, keys, values, masks)
+    tensors: dict[str, Any] = dict(keys=None if keys is x else keys, values=None if values is keys else values)
     log_sigma = at_least_float32(module.log_sigma)
-    tensors: dict[str, Any] = dict(keys=None if is_self else keys, values=None if same else values)
-    return gaussian_attention(x, log_sigma, **tensors, **masks), None
+    y = gaussian_attention(x, log_sigma, **tensors, **masks, constant_norm=module.head_norm)
+    if module.head_gate is not None:
+        y = y * (2 * torch.sigmoid(0.1 * module.head_gate(entered.flatten(2))))[..., None]
+    return y, None
+
+
+def _paired(
+    pairing: HeadOffsets, keys: torch.Tensor, values: torch.Tensor, masks: dict[str, Any]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values of the slots of head offsets; the token before a token is the one before its padding, too."""
+    if "attn_mask" in masks:
+        raise ValueError("head offsets need attention_mask as (B, T), 1 for tokens, which says where sequences begin")
+    if (hidden := masks.get("key_padding_mask")) is None:
+        return pairing(keys, values)
+    places = torch.arange(keys.shape[1], device=keys.device).expand(hidden.shape)
+    last = places.masked_fill(hidden, -1).cummax(1).values  # the last token up to each place
+    before = F.pad(last[:, :-1], (1, 0), value=-1)
+    before = torch.where(before < 0, places, before)
+
+    def later(t: torch.Tensor, delays: tuple[int, ...]) -> torch.Tensor:
+        is_late = torch.tensor(delays, device=t.device)[:, None] > 0
+        return torch.where(is_late, in_order(t, before), t) if any(delays) else t
+
+    return later(keys, pairing.key_delays), later(values, pairing.value_delays)

@@ -25,7 +25,6 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 
 from gka.huggingface import use_gka
-from gka.kinds import KINDS
 from nanochat_gka.data.builtin import MIN_PARAGRAPH, docstrings, library_files
 from nanochat_gka.data.corpora import checksum
 from nanochat_gka.data.tokenizer import Tokenizer
@@ -39,7 +38,14 @@ from trainkit_gka.results import append_result
 
 KIND = "example-text-classifier"
 FILE = "example_text_classifier.jsonl"
-Attention = Literal["softmax", "gka"]
+Form = Literal["softmax", "gka", "gka-offsets", "gka-text"]
+# What the tables call a form, and the arguments of `use_gka`.
+FORMS: dict[str, tuple[str, dict[str, Any]]] = {
+    "softmax": ("softmax", {}),
+    "gka": ("GKA, the paper's form", {}),
+    "gka-offsets": ("GKA with head offsets", dict(preset="text", channel_bandwidths=False, head_gates=False)),
+    "gka-text": ("GKA, the preset for text", dict(preset="text")),
+}
 Case = dict[str, Any]  # what decides a training
 WIDTH, DEPTH, HEADS = 128, 4, 4
 # Texts of a batch, which is padded to its longest; longer texts are cut. AdamW's rate falls to 0 after a warm-up.
@@ -60,9 +66,9 @@ class TextClassifierConfig:
 
     data: Path | None = None
     """A .parquet or .csv file with columns text and label; none takes the docstrings of Python's library by package."""
-    kinds: list[Attention] = field(default_factory=lambda: ["softmax", "gka"])
-    """The kinds of attention."""
-    seeds: Count = 3
+    kinds: list[Form] = field(default_factory=lambda: list(FORMS))
+    """The kinds of attention: softmax, the paper's form, with head offsets, and the preset for text."""
+    seeds: Count = 5
     """Trainings of each kind, which differ in initial weights and in the order of texts."""
     epochs: Count = 12
     """Times that a training reads the training texts."""
@@ -174,8 +180,8 @@ class Task:
         return {**shape, **data, "median_tokens": lengths.median().item(), "python": platform.python_version()}
 
 
-def build(kind: Attention, task: Task, max_tokens: int) -> torch.nn.Module:
-    """transformers' BERT, with GKA in every layer if `kind` is gka."""
+def build(kind: Form, task: Task, max_tokens: int) -> torch.nn.Module:
+    """transformers' BERT, with GKA of that form in every layer unless `kind` is softmax."""
     from transformers import BertConfig, BertForSequenceClassification
 
     config = BertConfig(
@@ -184,7 +190,7 @@ def build(kind: Attention, task: Task, max_tokens: int) -> torch.nn.Module:
         hidden_dropout_prob=DROPOUT, attention_probs_dropout_prob=0.0, num_labels=len(task.names),
     )  # fmt: skip
     model = BertForSequenceClassification(config)
-    return use_gka(model) if kind == "gka" else model
+    return model if kind == "softmax" else use_gka(model, **FORMS[kind][1])
 
 
 def train(case: Case, task: Task) -> dict[str, Any]:
@@ -255,7 +261,7 @@ def table(records: list[dict[str, Any]], sources: Iterable[str] = ()) -> Table:
 
         accuracies = [spread(name, ".2f", 100) for name in ("accuracy", "accuracy_alone")]
         cells = [f"{runs.parameters.iloc[0]:,}", f"{len(runs)}", *accuracies, f"{runs.logits_apart.max():.0e}"]
-        rows.append([f"**{KINDS[kind].label}**", *cells, spread("seconds_per_epoch", ".2f")])
+        rows.append([f"**{FORMS[kind][0]}**", *cells, spread("seconds_per_epoch", ".2f")])
     headings = ["", "parameters", "seeds", "accuracy %", "one by one %", "logits apart", "s/epoch"]
     return Table.of(headings, rows, sources=list(sources))
 

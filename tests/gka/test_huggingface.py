@@ -1,5 +1,8 @@
 """Gaussian kernel attention in transformers' own BERT, ViT and Llama: padding, training, generation, saving."""
 
+import copy
+import itertools
+
 import pytest
 import torch
 import transformers
@@ -13,32 +16,42 @@ from gka.huggingface import use_gka
 SIZES = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=64, vocab_size=50)
 LENGTHS = torch.tensor([9, 4, 1])
 MASK = (torch.arange(9) < LENGTHS[:, None]).long()
+FORMS = pytest.mark.parametrize("preset", [None, "text"], ids=str)
 
 
-def bert(seed=0):
+def filled(model):
+    """The model, with parameters that are zeros at first filled, so that they matter."""
+    for name, parameter in model.named_parameters():
+        if "log_scale" in name or "head_gate" in name:
+            nn.init.normal_(parameter, std=0.5 if "log_scale" in name else 5.0)
+    return model
+
+
+def bert(preset=None, seed=0, **options):
     torch.manual_seed(seed)
     config = transformers.BertConfig(**SIZES, num_labels=3, hidden_dropout_prob=0.0)
-    return use_gka(transformers.BertForSequenceClassification(config))
+    return filled(use_gka(transformers.BertForSequenceClassification(config), preset=preset, **options))
 
 
-def vit():
+def vit(preset=None, **options):
     sizes = {name: size for name, size in SIZES.items() if name != "vocab_size"}
     config = transformers.ViTConfig(**sizes, image_size=16, patch_size=4, num_labels=3)
-    return use_gka(transformers.ViTForImageClassification(config))
+    return filled(use_gka(transformers.ViTForImageClassification(config), preset=preset, **options))
 
 
-def llama():
+def llama(preset=None, kind="Llama", **sizes):
     torch.manual_seed(0)
-    config = transformers.LlamaConfig(**SIZES, pad_token_id=0, bos_token_id=1, eos_token_id=2)
-    return use_gka(transformers.LlamaForCausalLM(config)).eval()
+    config = getattr(transformers, f"{kind}Config")(**SIZES | sizes, pad_token_id=0, bos_token_id=1, eos_token_id=2)
+    return filled(use_gka(getattr(transformers, f"{kind}ForCausalLM")(config), preset=preset)).eval()
 
 
 def ids(seed=0):
     return torch.randint(3, 50, (3, 9), generator=torch.Generator().manual_seed(seed))
 
 
-def test_padding_ids_do_not_move_real_tokens():
-    model, tokens = bert().bert.eval(), ids()
+@FORMS
+def test_padding_ids_do_not_move_real_tokens(preset):
+    model, tokens = bert(preset).bert.eval(), ids()
     other = torch.where(MASK == 1, tokens, ids(1))
     y, again = (model(t, attention_mask=MASK).last_hidden_state for t in (tokens, other))
     assert torch.equal(y[MASK == 1], again[MASK == 1])
@@ -47,15 +60,17 @@ def test_padding_ids_do_not_move_real_tokens():
         torch.testing.assert_close(y[row, :length], alone, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("build", [bert, vit])
-def test_projections_are_gone_and_bandwidths_learn(build):
-    model, labels = build(), torch.tensor([0, 1, 2])
+@pytest.mark.parametrize("build, preset", [(bert, None), (bert, "text"), (vit, None)])
+def test_projections_are_gone_and_what_replaces_them_learns(build, preset):
+    model, labels = build(preset), torch.tensor([0, 1, 2])
     names = [name for name, _ in model.named_parameters()]
-    assert sum(name.endswith("log_sigma") for name in names) == 2
+    parts = ["log_sigma"] + ["log_scale", "head_gate.weight"] * (preset == "text")
+    assert all(sum(name.endswith(part) for name in names) == 2 for part in parts)
     assert not any(part in name for name in names for part in ("query", "key.", "value", "q_proj", "k_proj", "v_proj"))
     inputs = (torch.randn(3, 3, 16, 16),) if build is vit else (ids(), MASK)
     model(*inputs, labels=labels).loss.backward()
-    assert all(p.grad is not None and p.grad.any() for name, p in model.named_parameters() if "log_sigma" in name)
+    learned = [p for name, p in model.named_parameters() if name.endswith(tuple(parts))]
+    assert all(p.grad is not None and p.grad.any() for p in learned)
 
 
 def test_trainer_trains_it_and_what_it_saves_loads(tmp_path):
@@ -69,7 +84,7 @@ def test_trainer_trains_it_and_what_it_saves_loads(tmp_path):
             row[:length] = 10 + label
             return dict(input_ids=row, attention_mask=(torch.arange(9) < length).long(), labels=torch.tensor(label))
 
-    model = bert()
+    model = bert("text")
     settings = transformers.TrainingArguments(
         output_dir=str(tmp_path), max_steps=60, per_device_train_batch_size=12, learning_rate=3e-3, report_to=[],
         save_strategy="no", use_cpu=True, disable_tqdm=True, logging_strategy="no",
@@ -78,13 +93,42 @@ def test_trainer_trains_it_and_what_it_saves_loads(tmp_path):
     trainer.train()
     assert trainer.evaluate(Rows())["eval_loss"] < 0.3  # chance is log 3 = 1.1
     model.save_pretrained(tmp_path / "model")
-    again = bert(seed=1).eval()
+    again = bert("text", seed=1).eval()
     again.load_state_dict(load_file(tmp_path / "model" / "model.safetensors"))
-    assert torch.equal(again(ids(), attention_mask=MASK).logits, model.eval()(ids(), attention_mask=MASK).logits)
+    for same in (again, copy.deepcopy(again)):
+        assert torch.equal(same(ids(), attention_mask=MASK).logits, model.eval()(ids(), attention_mask=MASK).logits)
 
 
-def test_a_decoder_is_causal_and_its_cache_agrees_with_whole_passes():
-    model, tokens = llama(), ids()
+def test_the_preset_is_its_equations_in_a_model_that_rotates():
+    """Keys norm(rotary(norm(x) exp a)) and values norm(x) one token apart, gates; transformers' angles are float32."""
+    model = llama("text", num_key_value_heads=2).double()
+    layer, seen, tokens = model.model.layers[1].self_attn, {}, ids()
+    layer.register_forward_pre_hook(lambda _, __, named: seen.update(x=named["hidden_states"]), with_kwargs=True)
+    layer.o_proj.register_forward_pre_hook(lambda _, given: seen.update(y=given[0]))
+    model(tokens)
+    x, T, H, D = seen["x"], 9, 4, 8
+    norm = lambda t: t / t.square().mean(-1, keepdim=True).sqrt()  # noqa: E731
+    values = norm(x.view(3, T, H, D))
+    turns = torch.arange(T).double()[:, None] * 10000.0 ** -(torch.arange(0, D, 2).double() / D)
+    cos, sin = turns.cos()[:, None], turns.sin()[:, None]
+    first, second = (values * layer.log_scale.exp().view(H, D)).chunk(2, dim=-1)
+    keys = norm(torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1))
+    want = torch.zeros(3, T, H, D, dtype=torch.float64)
+    for head, i in itertools.product(range(H), range(T)):
+        slots = torch.arange(i + 1)
+        before = (slots - 1).clamp(min=0)
+        of_keys, of_values = (slots, before) if head % 2 == 0 else (before, slots)
+        apart = (keys[:, i, None, head] - keys[:, of_keys, head]).square().sum(-1)
+        weights = (-apart / (2 * (2 * layer.log_sigma[head]).exp())).exp()
+        mixed = (weights[..., None] * values[:, of_values, head]).sum(1) / weights.sum(1)[:, None]
+        want[:, i, head] = mixed * 2 / (1 + (-0.1 * x[:, i] @ layer.head_gate.weight[head]).exp())[:, None]
+    torch.testing.assert_close(seen["y"], want.flatten(2), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close((2 * layer.log_sigma).exp(), torch.full((H,), D / 4).double())
+
+
+@FORMS
+def test_a_decoder_is_causal_and_its_cache_agrees_with_whole_passes(preset):
+    model, tokens = llama(preset), ids()
     logits = model(tokens).logits
     later = tokens.clone()
     later[:, 6:] = ids(1)[:, 6:]
@@ -100,11 +144,12 @@ def continued(model, rows, **options):
     return model.generate(input_ids=tokens, attention_mask=(tokens > 0).long(), **options)[:, -5:]
 
 
-def test_generation_with_padding_on_the_left_is_that_of_each_prompt():
-    """Drafted by the first layer, too."""
-    model, prompts = llama(), [[5, 6, 7, 8], [9, 10]]
+@FORMS
+def test_generation_with_padding_on_the_left_is_that_of_each_prompt(preset):
+    """Drafted by the first layer, and without a cache, too."""
+    model, prompts = llama(preset), [[5, 6, 7, 8], [9, 10]]
     together = continued(model, [[5, 6, 7, 8], [0, 0, 9, 10]])
-    for options in ({}, dict(assistant_early_exit=1)):
+    for options in ({}, dict(assistant_early_exit=1), dict(use_cache=False)):
         assert torch.equal(together, torch.cat([continued(model, [prompt], **options) for prompt in prompts]))
 
 
@@ -120,9 +165,9 @@ def test_padded_generation_behind_virtual_tokens_is_served_without_a_cache():
 
 
 def test_what_it_cannot_change_is_named():
-    config = transformers.LlamaConfig(**SIZES, num_key_value_heads=2)
+    config = transformers.LlamaConfig(**SIZES, head_dim=16)
     for model, reason in [
-        (transformers.LlamaForCausalLM(config), "layers.0.self_attn: queries, keys and values must be as wide"),
+        (transformers.LlamaForCausalLM(config), "layers.0.self_attn: the heads together must be as wide as the model"),
         (nn.Linear(3, 3), "takes a model of transformers, got Linear"),
         (bert(), "it has GKA already"),
     ]:
@@ -131,16 +176,35 @@ def test_what_it_cannot_change_is_named():
     with pytest.raises(ValueError, match="use the dynamic cache"):
         model = llama()
         model(ids(), past_key_values=transformers.StaticCache(config=model.config, max_cache_len=16))
+    with pytest.raises(ValueError, match=r"attention_mask as \(B, T\)"):
+        bert("text")(ids(), attention_mask=torch.zeros(3, 1, 9, 9))
+
+
+def test_offsets_in_windows_are_served_by_a_cache_of_all_tokens():
+    model, tokens = llama("text", "Mistral", sliding_window=4), ids()
+    want = model(tokens).logits
+    for cache, length in ((transformers.DynamicCache(), 9), (transformers.DynamicCache(config=model.config), 4)):
+        with torch.no_grad():
+            parts = [model(part, past_key_values=cache).logits for part in tokens[:, :length].split(1, dim=1)]
+        torch.testing.assert_close(torch.cat(parts, 1), want[:, :length], rtol=1e-4, atol=1e-4)
+    with pytest.raises(ValueError, match=r"DynamicCache\(\)"):
+        model(tokens[:, 4:5], past_key_values=cache)
 
 
 def test_a_model_that_is_refused_stays_as_it_was():
     model = transformers.BertModel(transformers.BertConfig(**SIZES)).eval()
     y = model(ids()).last_hidden_state
     wider = transformers.BertModel(transformers.BertConfig(**SIZES))
-    wider.encoder.layer[1].attention.self.key = nn.Linear(32, 16)
-    for refused, options in ((wider, {}), (model, dict(sigma_squared=0.0))):
+    wider.encoder.layer[1].attention.self.query = nn.Linear(32, 16)
+    cases = [
+        (wider, {}),
+        (model, dict(sigma_squared=0.0)),
+        (model, dict(preset="texts")),
+        (model, dict(preset="image")),
+    ]
+    for refused, options in [*cases, (model, dict(preset="text", head_offsets="X"))]:
         names = [name for name, _ in refused.named_parameters()]
-        with pytest.raises(ValueError, match=r"as wide as the model|sigma_squared"):
+        with pytest.raises(ValueError, match=r"as wide as the model|sigma_squared|preset|head_offsets"):
             use_gka(refused, **options)
         assert names == [name for name, _ in refused.named_parameters()]
         assert refused.config._attn_implementation != "gka"
