@@ -5,8 +5,8 @@ Layout everywhere: (B, T, H, D). Legend: B batch, T tokens (Tq queries, Tk keys)
 Precision (docs/accuracy.md has a table of implementations): the reference takes differences; the others expand
 |x - k|^2, so that gradients are known to about machine epsilon times |x|^2 / sigma^2. Where that passes 1 %, a
 UserWarning says so, on CPU tensors outside torch.compile. An offset common to all features is subtracted first unless
-there is a causal mask: under one, normalise features that are far from 0 on the scale of sigma. Norms above 1e19
-overflow float32.
+there is a causal mask: under one, normalise features that are far from 0 on the scale of sigma (sdpa: also with
+attn_mask and cu_seqlens). Norms above 1e19 overflow float32.
 """
 
 import torch
@@ -27,6 +27,7 @@ def gaussian_attention(
     lengths: torch.Tensor | None = None,
     key_padding_mask: torch.Tensor | None = None,
     attn_mask: torch.Tensor | None = None,
+    cu_seqlens: torch.Tensor | None = None,
     constant_norm: bool = False,
     eps: float = EPS,
     impl: str = "auto",
@@ -51,6 +52,11 @@ def gaussian_attention(
         gradients are zeros; so are rows of y that see no key.
       attn_mask: broadcast to (B, H, Tq, Tk) as in torch's scaled_dot_product_attention: bool, True where a query may
         look, or added to the exponents log K_ij. Rows are then normalised as a softmax, without eps.
+      cu_seqlens: packed sequences: (documents + 1,) int32, on the device of x, which is (1, N, H, D). Document d has
+        the tokens cu_seqlens[d] to cu_seqlens[d + 1] - 1; it may have none. The first number is 0, the last N, and none
+        is below the one before it; this is checked on CPUs alone. A query sees keys of its own document only, of them
+        those that causal and window let it see. keys and values must have N tokens too. Not together with lengths,
+        key_padding_mask or attn_mask, nor in ONNX exports. sdpa, whose mask is dense, takes up to 2^14 tokens.
       constant_norm: a promise that all keys of a head have the same norm, for example after a per-head RMS norm.
         |k_j|^2 then cancels and the fused paths become plain attention. It is not checked; reference and cpu do not
         use it.
@@ -68,7 +74,7 @@ def gaussian_attention(
     """
     options = Options(
         causal=causal, window=window, lengths=lengths, key_padding_mask=key_padding_mask, attn_mask=attn_mask,
-        constant_norm=constant_norm, eps=eps,
+        cu_seqlens=cu_seqlens, constant_norm=constant_norm, eps=eps,
     )  # fmt: skip
     literal = impl == "reference"  # the equations as they are, hidden keys included
     return run(gaussian_request(x, log_sigma, keys, values, options, keep_hidden_keys=literal), impl)
@@ -84,6 +90,7 @@ def gaussian_weights(
     lengths: torch.Tensor | None = None,
     key_padding_mask: torch.Tensor | None = None,
     attn_mask: torch.Tensor | None = None,
+    cu_seqlens: torch.Tensor | None = None,
     eps: float = EPS,
 ) -> torch.Tensor:
     """W of `gaussian_attention` for the same arguments, (B, H, Tq, Tk), in x.dtype or, for half precision, float32.
@@ -92,7 +99,8 @@ def gaussian_weights(
     along Tk, with foreign keys to 1. Raises as `gaussian_attention`.
     """
     options = Options(
-        causal=causal, window=window, lengths=lengths, key_padding_mask=key_padding_mask, attn_mask=attn_mask, eps=eps
+        causal=causal, window=window, lengths=lengths, key_padding_mask=key_padding_mask, attn_mask=attn_mask,
+        cu_seqlens=cu_seqlens, eps=eps,
     )  # fmt: skip
     return weights(gaussian_request(x, log_sigma, keys, None, options, keep_hidden_keys=True))
 
@@ -104,15 +112,17 @@ def dot_product_attention(
     *,
     causal: bool = False,
     window: int | None = None,
+    cu_seqlens: torch.Tensor | None = None,
     scale: float | None = None,
     impl: str = "auto",
 ) -> torch.Tensor:
     """softmax(scale * q.k) v with the same layout and masks: the baseline every comparison uses.
 
     q: (B, Tq, H, D); k, v: (B, Tk, H, D), one device and, unless autocast is on, one dtype. Returns (B, Tq, H, D).
-    scale: None means 1 / sqrt(D). impl: "auto", "sdpa" or "flex". Raises as `gaussian_attention`.
+    scale: None means 1 / sqrt(D). impl: "auto", "sdpa" or "flex", which has no cu_seqlens. Raises as
+    `gaussian_attention`.
     """
-    request = softmax_request(q, k, v, causal, window, scale)
+    request = softmax_request(q, k, v, causal, window, cu_seqlens, scale)
     return BASELINES[choose_baseline(request, impl)].dot_product(request)
 
 
@@ -127,6 +137,7 @@ def select_impl(
     lengths: torch.Tensor | None = None,
     key_padding_mask: torch.Tensor | None = None,
     attn_mask: torch.Tensor | None = None,
+    cu_seqlens: torch.Tensor | None = None,
     constant_norm: bool = False,
     impl: str = "auto",
 ) -> str:
@@ -141,6 +152,6 @@ def select_impl(
     log_sigma = x.new_zeros(x.shape[2], dtype=torch.float32) if log_sigma is None else log_sigma
     options = Options(
         causal=causal, window=window, lengths=lengths, key_padding_mask=key_padding_mask, attn_mask=attn_mask,
-        constant_norm=constant_norm,
+        cu_seqlens=cu_seqlens, constant_norm=constant_norm,
     )  # fmt: skip
     return choose(gaussian_request(x, log_sigma, keys, values, options), impl)

@@ -11,7 +11,6 @@ from gka.padding_and_masks import can_pack, in_place, must_pack, pack, weights_i
 from gka.request import TURNED_OFF, GaussianRequest, Request, Serves, SoftmaxRequest
 
 LOG = logging.getLogger("gka")
-UNAVAILABLE = 'impl="{}" is unavailable: {}; use impl="auto"'
 
 
 class Implementation(Protocol):
@@ -67,7 +66,7 @@ def choose(request: GaussianRequest, impl: str) -> str:
     check_impl(impl)
     name, refused = find(request, impl)
     if name is None:
-        raise ValueError(UNAVAILABLE.format(impl, refused))
+        raise unavailable(impl, refused)
     if refused and not refused.startswith(TURNED_OFF):
         _log_once(f'gka: impl="auto" takes {name}: {refused.splitlines()[0]}')
     return name
@@ -80,12 +79,13 @@ def choose_baseline(request: SoftmaxRequest, impl: str) -> str:
     preferred = ("flex", "sdpa") if request.x.is_cuda and request.mask.window is not None else ("sdpa",)
     name, refused = _first(request, preferred if impl == "auto" else (impl,))
     if name is None:
-        raise ValueError(UNAVAILABLE.format(impl, refused))
+        raise unavailable(impl, refused)
     return "sdpa" if request.x.shape[0] == 0 else name
 
 
 def find(request: GaussianRequest, impl: str) -> tuple[str | None, str]:
-    """(The implementation that serves the request, or None; why the first candidate does not, or "".)
+    """(The implementation that serves the request; why the first candidate does not, or ""), or (None, why the last one
+    does not).
 
     A batch of 0 has nothing to compute, and no kernel to launch: the reference stands in.
     """
@@ -105,13 +105,13 @@ def _preferred(request: GaussianRequest) -> tuple[str, ...]:
 
 
 def _first(request: Request, names: tuple[str, ...]) -> tuple[str | None, str]:
-    refused = ""
+    refused, obstacle = "", None
     for name in names:
         obstacle = why_not(name, request)
         if obstacle is None:
             return name, refused
         refused = refused or obstacle
-    return None, refused
+    return None, obstacle or ""
 
 
 def why_not(name: str, request: Any) -> str | None:
@@ -131,6 +131,11 @@ def why_not(name: str, request: Any) -> str | None:
     if serves.max_head_dim is not None and head_dim > serves.max_head_dim:
         return f"{name} needs head_dim <= {serves.max_head_dim}, got {head_dim}"
     return implementation.unavailable(request)
+
+
+def unavailable(impl: str, reason: str) -> ValueError:
+    """The error where `impl` cannot serve a request."""
+    return ValueError(f'impl="{impl}" is unavailable: {reason}' + ('; use impl="auto"' if impl != "auto" else ""))
 
 
 def check_impl(impl: str) -> None:

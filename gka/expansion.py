@@ -45,10 +45,10 @@ def expand(request: GaussianRequest) -> Expansion:
     keys = x if request.keys is None else request.keys.to(compute)
     values = None if request.values is None else request.values.to(compute)
     offset = None
-    if not request.mask.causal and request.attn_mask is None:
+    if not request.mask.causal and request.attn_mask is None and request.cu_seqlens is None:
         # Distances do not see a common shift; removing it avoids cancellation. Not when causal: rounding would leak the
-        # future; nor with a mask, which may hide a token from everyone. Detached, because the gradient through it is
-        # exactly zero.
+        # future; nor with a mask or documents, which may hide a token from everyone or from most. Detached, because
+        # the gradient through it is exactly zero.
         mean = _mean(keys, padding(request)).detach()
         keys = keys - mean
         x = keys if request.own_keys else x - mean

@@ -14,12 +14,13 @@ from gka.api import gaussian_attention, gaussian_weights, select_impl
 from gka.autocast import autocasts
 from gka.bandwidth import at_least_float32, initial_log_sigma
 from gka.dispatch import check_impl
+from gka.masking import document_bounds
 from gka.options import Options
 from gka.padding_and_masks import in_order, in_place, mask_in_order, tokens_first, weights_in_place
 
 # torch.fx records each call as one node, as its tensors have no shapes and dtypes to look at.
 NODES = ["split_heads", "cleared", "tokens_first", "in_order", "mask_in_order", "in_place", "weights_in_place"]
-NODES += ["checked_context", "at_least_float32"]
+NODES += ["checked_context", "document_starts", "at_least_float32"]
 for name in (*NODES, "gaussian_attention", "gaussian_weights"):
     torch.fx.wrap(name)
 
@@ -95,17 +96,20 @@ class GaussianKernelAttention(nn.Module):
         *,
         key_padding_mask: torch.Tensor | None = None,
         attn_mask: torch.Tensor | None = None,
+        cu_seqlens: torch.Tensor | None = None,
         is_causal: bool = False,
         need_weights: bool = False,
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """Mix and project x, (B, T, dim), which looks at itself or, in cross attention, at `context`, (B, Tk, dim).
 
         key_padding_mask, attn_mask: as in `gaussian_attention`; padding of x, or of the context. For padded tokens of x
-        W_O's bias comes out. is_causal: for this call, as timm's blocks say it. need_weights: return W too, (B, H, T,
-        Tk), which is built in O(T * Tk) memory; with head offsets column j is what is read of slot j (`gka.offsets`).
+        W_O's bias comes out. cu_seqlens: as in `gaussian_attention`, for x of (1, N, dim) and self-attention; head
+        offsets begin anew in each document. is_causal: for this call, as timm's blocks say it. need_weights: return W
+        too, (B, H, T, Tk), which is built in O(T * Tk) memory; with head offsets column j is what is read of slot j
+        (`gka.offsets`).
         """
         causal, own_keys = self.causal or is_causal, context is None
-        mask: dict[str, Any] = dict(key_padding_mask=key_padding_mask, attn_mask=attn_mask)
+        mask: dict[str, Any] = dict(key_padding_mask=key_padding_mask, attn_mask=attn_mask, cu_seqlens=cu_seqlens)
         padding = None if self.pairing is None else key_padding_mask
         is_scaled = self.head_norm or self.channel_bandwidths
         if padding is not None and not own_keys and (causal or self.window is not None):
@@ -122,9 +126,10 @@ class GaussianKernelAttention(nn.Module):
         features, values = self._features_and_values("x", x)
         keys = None
         if context is not None:
-            keys, values = self._features_and_values("context", checked_context(context, x, self.dim))
+            keys, values = self._features_and_values("context", checked_context(context, x, self.dim, cu_seqlens))
         if self.pairing is not None:
-            keys, values = self.pairing(features if keys is None else keys, values)
+            starts = document_starts(features, mask)
+            keys, values = self.pairing(features if keys is None else keys, values, starts)
         mask |= dict(keys=keys, causal=causal, window=self.window)
         log_sigma = at_least_float32(self.log_sigma)
         apart = values if self.log_scale is not None or self.pairing is not None else None
@@ -200,8 +205,20 @@ def cleared(x: torch.Tensor, context: torch.Tensor | None, mask: dict, dim: int,
     return tokens.masked_fill(mask["key_padding_mask"][..., None], 0)
 
 
-def checked_context(context: torch.Tensor, x: torch.Tensor, dim: int) -> torch.Tensor:
+def document_starts(features: torch.Tensor, mask: dict) -> torch.Tensor | None:
+    """Where the document of every token begins, (T,), from cu_seqlens; None without. Raises TypeError or ValueError."""
+    if mask["cu_seqlens"] is None:
+        return None
+    validation.check_padding_and_mask(features, features.shape[1], Options(**mask))
+    return document_bounds(mask["cu_seqlens"], features.shape[1])[0]
+
+
+def checked_context(
+    context: torch.Tensor, x: torch.Tensor, dim: int, cu_seqlens: torch.Tensor | None = None
+) -> torch.Tensor:
     """The context, if it is features beside x, (B, T, dim). TypeError or ValueError otherwise, such as for a mask."""
+    if cu_seqlens is not None:
+        raise ValueError("cu_seqlens is for self-attention: give no context with it")
     is_tensor = isinstance(context, torch.Tensor)
     has_dtype = is_tensor and context.is_floating_point()
     if has_dtype and context.dim() == 3 and context.shape[0] == x.shape[0] and context.shape[2] == dim:

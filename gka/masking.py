@@ -12,6 +12,8 @@ Every mask keeps the diagonal, so no row is ever empty.
 
 A new condition is a field of `Mask`, None or False where it is not set, and a line of `visible`, which counts tokens:
 padding between them is packed first. An implementation serves it once its name is in `Serves.options` of it.
+
+In packed sequences a query sees the keys that the mask says and that are of its own document (`document_bounds`).
 """
 
 from dataclasses import dataclass, replace
@@ -70,3 +72,16 @@ class Mask:
         i = torch.arange(num_keys - num_queries, num_keys, device=device)
         j = torch.arange(num_keys, device=device)
         return self.visible(i[:, None], j[None, :])
+
+
+def document_bounds(cu_seqlens: torch.Tensor, num_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """(starts, ends) of the document of every token, (N,) int32 each, on the device of cu_seqlens, without waiting for
+    it: token i sees keys starts[i] <= j < ends[i].
+
+    cu_seqlens: (documents + 1,) int32, from 0 to N, never falling; a document without tokens repeats a number. Wrong
+    numbers, which cannot be refused on a GPU, give bounds with 0 <= starts[i] <= i < ends[i] <= N all the same.
+    """
+    places = torch.arange(num_tokens, dtype=torch.int32, device=cu_seqlens.device)
+    document = torch.searchsorted(cu_seqlens, places, right=True).clamp(1, cu_seqlens.shape[0] - 1)
+    starts, ends = cu_seqlens[document - 1], cu_seqlens[document]
+    return torch.minimum(starts, places).clamp(min=0), torch.maximum(ends, places + 1).clamp(max=num_tokens)

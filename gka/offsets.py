@@ -35,17 +35,31 @@ class HeadOffsets(nn.Module):
         self.key_delays, self.value_delays = zip(*(DELAYS[letters[head % self.period]] for head in range(num_heads)))
         self.reach, self.moves_keys = max(self.key_delays + self.value_delays), any(self.key_delays)
 
-    def forward(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The keys and values of n slots, of those of n tokens, (B, n, H, D) each."""
-        return later(keys, self.key_delays, self.period), later(values, self.value_delays, self.period)
+    def forward(
+        self, keys: torch.Tensor, values: torch.Tensor, starts: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The keys and values of n slots, of those of n tokens, (B, n, H, D) each.
+
+        starts: in packed sequences where the document of every token begins, (n,) integers
+        (`masking.document_bounds`); the first token of each document takes its own place.
+        """
+        return later(keys, self.key_delays, self.period, starts), later(values, self.value_delays, self.period, starts)
 
 
 @torch.fx.wrap  # one node: it assigns to slices
-def later(x: torch.Tensor, delays: Sequence[int], period: int) -> torch.Tensor:
-    """Every head as late as it is, (B, n, H, D); token 0 fills the places before."""
+def later(x: torch.Tensor, delays: Sequence[int], period: int, starts: torch.Tensor | None = None) -> torch.Tensor:
+    """Every head as late as it is, (B, n, H, D); token 0 fills the places before, or the first of the document."""
     if not any(delays):
         return x
     moved = x.clone()
+    if starts is not None:
+        is_first = (starts == torch.arange(starts.shape[0], device=starts.device))[:, None, None]
+        for first, tokens in enumerate(delays[:period]):
+            heads = slice(first, None, period)
+            for _ in range(tokens):
+                late = moved[:, :, heads]
+                moved[:, :, heads] = torch.where(is_first, late, late.roll(1, dims=1))
+        return moved
     for first, tokens in enumerate(delays[:period]):
         heads = slice(first, None, period)
         if tokens > 1:

@@ -12,7 +12,7 @@ import torch
 from gka import validation
 from gka.autocast import to_autocast_dtype
 from gka.masking import Mask
-from gka.padding_and_masks import simplest_padding
+from gka.padding_and_masks import several_documents, simplest_padding
 from gka.request import GaussianRequest, SoftmaxRequest, Tables
 
 EPS = 1e-6
@@ -26,6 +26,7 @@ class Options(NamedTuple):  # made several times faster than a frozen dataclass,
     lengths: torch.Tensor | None = None
     key_padding_mask: torch.Tensor | None = None
     attn_mask: torch.Tensor | None = None
+    cu_seqlens: torch.Tensor | None = None
     constant_norm: bool = False
     eps: float = EPS
     # Of decode_attention alone.
@@ -38,7 +39,8 @@ class Options(NamedTuple):  # made several times faster than a frozen dataclass,
     @property
     def hides_tokens(self) -> bool:
         """Whether tensors say which keys are hidden."""
-        return self.lengths is not None or self.key_padding_mask is not None or self.attn_mask is not None
+        pads = self.lengths is not None or self.key_padding_mask is not None
+        return pads or self.attn_mask is not None or self.cu_seqlens is not None
 
     @property
     def reads_cache(self) -> bool:
@@ -76,20 +78,30 @@ def gaussian_request(
     return GaussianRequest(
         **_without_hidden_keys((x, keys, values), mask, keep_hidden_keys), log_sigma=log_sigma, needs_grad=needs_grad,
         eps=eps, constant_norm=options.constant_norm, lengths=lengths, key_padding_mask=key_padding_mask,
-        attn_mask=options.attn_mask, rotary=options.rotary, channel_scales=options.channel_scales,
-        cache_lengths=options.cache_lengths, key_delays=options.key_delays, value_delays=options.value_delays,
+        attn_mask=options.attn_mask, cu_seqlens=several_documents(options.cu_seqlens), rotary=options.rotary,
+        channel_scales=options.channel_scales, cache_lengths=options.cache_lengths, key_delays=options.key_delays,
+        value_delays=options.value_delays,
     )  # fmt: skip
 
 
 def softmax_request(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, window: int | None, scale: float | None
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    causal: bool,
+    window: int | None,
+    cu_seqlens: torch.Tensor | None,
+    scale: float | None,
 ) -> SoftmaxRequest:
     """The request for the arguments of `dot_product_attention`. Raises TypeError or ValueError naming the argument."""
     q, k, v = to_autocast_dtype(q, k, v)
     validation.check_features_and_mask((q, k, v), causal, window, names=("q", "k", "v"))
+    if cu_seqlens is not None:
+        validation.check_cu_seqlens(cu_seqlens, q, k.shape[1])
     needs_grad = torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v))
+    tensors = _without_hidden_keys((q, k, v), Mask(causal, window))
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    return SoftmaxRequest(**_without_hidden_keys((q, k, v), Mask(causal, window)), needs_grad=needs_grad, scale=scale)
+    return SoftmaxRequest(**tensors, cu_seqlens=several_documents(cu_seqlens), needs_grad=needs_grad, scale=scale)
 
 
 def _without_hidden_keys(features: validation.Three, mask: Mask, keep_hidden_keys: bool = False) -> dict[str, Any]:

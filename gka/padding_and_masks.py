@@ -1,5 +1,5 @@
-"""Padding, attn_mask and tokens that are not finite, for the implementations that are made of torch's operations, and
-packing: putting the tokens of each sequence in front of its padding.
+"""Padding, attn_mask, documents and tokens that are not finite, for the implementations that are made of torch's
+operations, and packing: putting the tokens of each sequence in front of its padding.
 
 A token that is hidden from a query must not touch its row: 0 times NaN is NaN, in products as in gradients. So padding
 and tokens that are not finite are replaced by zeros before anything is computed. Afterwards rows that see a token which
@@ -16,6 +16,7 @@ from itertools import groupby
 import torch
 import torch.nn.functional as F
 
+from gka.masking import document_bounds
 from gka.request import GaussianRequest, Request
 from gka.validation import readable
 
@@ -30,6 +31,12 @@ def simplest_padding(lengths: torch.Tensor | None, key_padding_mask: torch.Tenso
     if mask is not None and readable(mask) and not bool((mask[:, :-1] > mask[:, 1:]).any()):
         return ((~mask).sum(1) if mask.any() else None), None
     return lengths, mask
+
+
+def several_documents(cu_seqlens: torch.Tensor | None) -> torch.Tensor | None:
+    """cu_seqlens, or None if it can be read and all tokens are of one document: it has two numbers, 0 and N."""
+    is_one = cu_seqlens is not None and readable(cu_seqlens) and len(set(cu_seqlens.tolist())) == 2
+    return None if is_one else cu_seqlens
 
 
 def rows_of_equal_length(lengths: Sequence[int]) -> list[tuple[slice, int]]:
@@ -50,6 +57,10 @@ def padding(request: Request) -> torch.Tensor | None:
 def visible(request: Request) -> torch.Tensor:
     """Which keys a query sees, bool, (Tq, Tk) or broadcastable to (B, H, Tq, Tk)."""
     seen = request.mask.dense(request.num_queries, request.num_keys, request.x.device)
+    if request.cu_seqlens is not None:
+        starts, ends = document_bounds(request.cu_seqlens, request.num_keys)
+        places = torch.arange(request.num_keys, device=request.x.device)
+        seen = seen & (places >= starts[:, None]) & (places < ends[:, None])
     if (hidden := padding(request)) is not None:
         seen = seen & ~hidden[:, None, None, :]
     if (attn_mask := request.attn_mask) is not None:
@@ -185,4 +196,7 @@ def _sees_some(request: GaussianRequest, keys: torch.Tensor) -> torch.Tensor:
     i = torch.arange(num_keys - request.num_queries, num_keys, device=keys.device)
     first = torch.zeros_like(i) if before is None else (i - before).clamp(min=0)
     end = torch.full_like(i, num_keys) if after is None else (i + after + 1).clamp(max=num_keys)
+    if request.cu_seqlens is not None:
+        starts, ends = document_bounds(request.cu_seqlens, num_keys)
+        first, end = torch.maximum(first, starts), torch.minimum(end, ends)
     return counts[:, end] > counts[:, first]

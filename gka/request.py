@@ -47,6 +47,7 @@ class Request:
     lengths: torch.Tensor | None = None  # (B,), tokens that each row of keys has; the rest is padding
     key_padding_mask: torch.Tensor | None = None  # (B, Tk) bool, True for padding
     attn_mask: torch.Tensor | None = None  # broadcast to (B, H, Tq, Tk): bool, True = visible, or added to exponents
+    cu_seqlens: torch.Tensor | None = None  # (documents + 1,) int32, where documents begin and end; B is 1 and Tk is Tq
     forward_mode: bool | None = None  # whether a derivative in forward mode is being taken
     hiding: list[str] = field(init=False)  # names of what keeps some query from some key
     requested: list[str] = field(init=False)  # these, and the other options that are set
@@ -122,4 +123,4 @@ class SoftmaxRequest(Request):
 
 
 OPTIONS = tuple(option.name for option in fields(GaussianRequest) if option.default is None)
-PADDING_AND_MASKS = {"lengths", "key_padding_mask", "attn_mask"}
+PADDING_AND_MASKS = {"lengths", "key_padding_mask", "attn_mask", "cu_seqlens"}

@@ -1,5 +1,6 @@
 """Checks at the operator's door: a wrong argument is named, with what was expected, before anything is computed."""
 
+import itertools
 import math
 from typing import Any
 
@@ -57,10 +58,15 @@ def check_features(name: str, t: object, like: torch.Tensor | None = None) -> No
 
 def check_padding_and_mask(x: torch.Tensor, num_keys: int, options: Any) -> None:
     """Of `Options`: lengths, (B,) whole numbers up to num_keys, or key_padding_mask, (B, Tk) bool; attn_mask, bool or
-    float, broadcastable to (B, H, Tq, Tk). All on the features' device.
+    float, broadcastable to (B, H, Tq, Tk); or cu_seqlens, (documents + 1,). All on the features' device.
     """
     lengths, key_padding_mask, attn_mask = options.lengths, options.key_padding_mask, options.attn_mask
     batch, num_queries, num_heads, _ = x.shape
+    if options.cu_seqlens is not None:
+        for name in ("lengths", "key_padding_mask", "attn_mask"):
+            if getattr(options, name) is not None:
+                raise ValueError(f"cu_seqlens and {name} do not go together: give one of them")
+        check_cu_seqlens(options.cu_seqlens, x, num_keys)
     if lengths is not None and key_padding_mask is not None:
         raise ValueError("lengths and key_padding_mask both say which keys are padding: give one of them")
     if lengths is not None:
@@ -80,6 +86,28 @@ def check_padding_and_mask(x: torch.Tensor, num_keys: int, options: Any) -> None
             raise ValueError(
                 f"attn_mask must broadcast to (B, H, Tq, Tk) = {scores}, got {tuple(attn_mask.shape)}{hint}"
             )
+
+
+def check_cu_seqlens(cu_seqlens: torch.Tensor, x: torch.Tensor, num_keys: int) -> None:
+    """cu_seqlens, (documents + 1,) int32 on the features' device, from 0 to the number of tokens and never falling,
+    beside one row of tokens that are queries and keys.
+    """
+    _check_tensor("cu_seqlens", cu_seqlens, x, "(documents + 1,)", None, (torch.int32,), "int32")
+    if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 2:
+        raise ValueError(f"cu_seqlens must have shape (documents + 1,), got {tuple(cu_seqlens.shape)}")
+    batch, num_tokens = x.shape[:2]
+    if batch != 1:
+        raise ValueError(f"cu_seqlens needs all tokens in one row, x of shape (1, N, H, D), got {tuple(x.shape)}")
+    if num_keys != num_tokens:
+        raise ValueError(f"cu_seqlens is for keys of the same tokens as the queries, {num_tokens}, got {num_keys}")
+    if readable(cu_seqlens):
+        check_boundaries(cu_seqlens.tolist(), num_tokens)
+
+
+def check_boundaries(numbers: list[int], num_tokens: int) -> None:
+    """The numbers of cu_seqlens begin with 0, end with num_tokens and never fall."""
+    if numbers[0] != 0 or numbers[-1] != num_tokens or any(b < a for a, b in itertools.pairwise(numbers)):
+        raise ValueError(f"cu_seqlens must rise from 0 to the number of tokens, {num_tokens}, got {numbers}")
 
 
 def _check_tensor(

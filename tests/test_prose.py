@@ -116,7 +116,7 @@ TABLE = {row[0]: dict(zip(ROWS[0], row)) for row in ROWS if len(row) == len(ROWS
 @pytest.mark.parametrize("name", IMPLEMENTATIONS)
 def test_the_page_says_what_an_implementation_serves(name):
     row, serves = TABLE[name], IMPLEMENTATIONS[name].SERVES
-    for option in ("causal", "window", "lengths", "attn_mask"):
+    for option in ("causal", "window", "lengths", "attn_mask", "cu_seqlens"):
         assert (row[option] == "yes") == (option in serves.options), option
     padding = "yes" if "key_padding_mask" in serves.options else "packed" if "lengths" in serves.options else "no"
     assert row["key_padding_mask"] == padding

@@ -22,6 +22,7 @@ from gka.expansion import expand
 from gka.padding_and_masks import bias, visible, with_zeros_and_nan, without_nonfinite, without_padding
 from gka.request import PADDING_AND_MASKS, GaussianRequest, Request, Serves, SoftmaxRequest
 
+MOST_PACKED = 2**14
 SERVES = Serves(
     options=frozenset({"causal", "window", *PADDING_AND_MASKS, "forward_mode"}),
     applies_eps=False,
@@ -30,8 +31,13 @@ SERVES = Serves(
 
 
 def unavailable(request: Request) -> str | None:
-    """SDPA serves every request on every device."""
-    return None
+    """Why a dense mask would be too large, or None: else SDPA serves every request on every device."""
+    if request.cu_seqlens is None or request.num_keys <= MOST_PACKED:
+        return None
+    return (
+        f"sdpa makes a dense mask of cu_seqlens, for at most {MOST_PACKED} tokens, got {request.num_keys}: "
+        "split the call between documents, or give a padded batch with lengths"
+    )
 
 
 def dot_product(request: SoftmaxRequest) -> torch.Tensor:
@@ -85,7 +91,7 @@ def _mask(request: Request, dtype: torch.dtype) -> tuple[torch.Tensor | None, bo
     if not hiding or (hiding == ["causal"] and request.num_queries == request.num_keys):
         return None, bool(hiding)
     seen = visible(request)
-    if hiding == request.mask.conditions:  # which leave every row a key
+    if {*request.mask.conditions, "cu_seqlens"}.issuperset(hiding):  # which leave every row a key
         return seen, False
     added = bias(request, seen, dtype)
     seen = seen | ~seen.any(-1, keepdim=True)  # rows without keys get all; `with_zeros_and_nan` clears them

@@ -3,7 +3,6 @@
 import contextlib
 import random
 from dataclasses import replace
-from functools import partial
 from itertools import cycle
 
 import pytest
@@ -12,12 +11,10 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint
 
 from gka import gaussian_attention, gaussian_weights, select_impl, testing
-from gka.bandwidth import inverse_variance
 from gka.dispatch import IMPLEMENTATIONS
-from gka.impl import reference
 from gka.masking import Mask
-from gka.testing import ZERO, Problem, make_features, make_log_sigma
-from operator_cases import AUTO_ON_CPU, DEVICE, FUSED, IMPLS, TRITON, tiles
+from gka.testing import Problem, make_features, make_log_sigma
+from operator_cases import AUTO_ON_CPU, DEVICE, FUSED, IMPLS, TRITON, check_parts, gradients
 
 LEARNING = ["reference", *FUSED["cpu"]]
 LENGTHS = [9, 4, 0, 1, 23, 23, 60]
@@ -28,16 +25,6 @@ pytestmark = pytest.mark.filterwarnings(
     "ignore:(divide by zero|invalid value|overflow) encountered:RuntimeWarning",
     "ignore:flex_attention called without torch.compile:UserWarning",
 )
-
-
-def gradients(problem, impl, **options):
-    """y and the gradients of every tensor of a problem under `gaussian_attention`, or y alone where it has none: flex
-    on CPUs, triton of foreign keys of any norm (those of one norm: test_triton_accuracy.py).
-    """
-    if impl == "flex" or (impl == "triton" and problem.keys is not None):
-        problem = replace(problem, grad_y=None)
-    with tiles(32, 32):  # so that some rows end before others begin a tile
-        return testing.run(partial(gaussian_attention, impl=impl, **options), problem).named()
 
 
 def eps_of(impl):
@@ -52,52 +39,11 @@ def with_garbage(problem, hidden, filler):
     return replace(problem, **{name: t.masked_fill(hidden, filler) for name, t in tensors.items()})
 
 
-def of_row(problem, row, places):
-    """The problem of one row of a batch, and of those of its tokens that are not padding."""
-    names = ("x", "grad_y", "keys", "values")
-    tensors = {name: t[row : row + 1] for name in names if (t := getattr(problem, name)) is not None}
-    padded = names if problem.keys is None else ("keys", "values")
-    return replace(problem, **{name: t[:, places] if name in padded else t for name, t in tensors.items()})
-
-
-def cancelled(problem):
-    """What rounding leaves of g_i.v_j - g_i.y_i where the two are equal, as for a query that sees one key: norms."""
-    exact = problem.double().request()
-    y, weights = reference.output_and_weights(exact)
-    keys, values, g = exact.key_features, exact.value_features, problem.grad_y.double()
-    apart = torch.cdist(exact.x.transpose(1, 2), keys.transpose(1, 2))
-    norm_g, norm_v, norm_y = (t.norm(dim=-1).mT for t in (g, values, y))  # (B, H, T)
-    off_g = weights * norm_g[..., None] * (norm_v[:, :, None] + norm_y[..., None])
-    pulls = off_g * apart * inverse_variance(exact.log_sigma)[:, None, None]
-    terms = {"dx": pulls.sum(-1), "dkeys": pulls.sum(-2), "dlog_sigma": (pulls * apart).sum((0, 2, 3))}
-    eps = torch.finfo(torch.promote_types(problem.x.dtype, torch.float32)).eps
-    return {name: eps * t.norm().item() for name, t in terms.items()}
-
-
 def check(problem, padding, got, slack=0.0):
-    """Every row is the oracle's of its tokens alone, with zeros for padding; what the floors of rows allow adds up."""
-    want, by_plain = ({name: torch.zeros_like(t, dtype=torch.float64) for name, t in got.items()} for _ in range(2))
-    squares, sums = dict.fromkeys(got, 0.0), dict.fromkeys(got, 0.0)
-    for row, hidden in enumerate(padding):
-        if hidden.all():
-            continue
-        places = (~hidden).nonzero()[:, 0]
-        alone = of_row(problem, row, places)
-        floors, difference = testing.coarse_floors(alone, slack=slack), cancelled(alone)
-        results = testing.oracle(alone).named(), testing.plain(alone).named()
-        for name in got:  # y alone, where an implementation has no gradients here
-            for to, result in zip((want, by_plain), results):
-                if name == "dlog_sigma":
-                    to[name] += result[name]
-                else:
-                    every_query = problem.keys is not None and name in ("y", "dx")
-                    to[name][row, slice(None) if every_query else places] = result[name][0].double()
-            off = floors[name] * results[0][name].norm().item() + difference.get(name, 0.0)
-            squares[name], sums[name] = squares[name] + off**2, sums[name] + off
-    limits = {name: sums[name] if name == "dlog_sigma" else squares[name] ** 0.5 for name in got}
-    limits = {name: limit if want[name].any() else max(limit, ZERO) for name, limit in limits.items()}
-    reason = testing.disagreement(got, want, by_plain, limits, absolute=True)
-    assert reason is None, reason
+    """Every row is the oracle's of its tokens alone, with zeros for padding."""
+    tokens = [(~hidden).nonzero()[:, 0] for hidden in padding]
+    parts = [(row, places if problem.keys is None else slice(None), places) for row, places in enumerate(tokens)]
+    check_parts(problem, [part for part in parts if len(part[2])], got, slack)
 
 
 def padded(kind):

@@ -32,7 +32,15 @@ NAMES = "impl must be one of auto, reference, triton, cpu, flex, sdpa, got 'cuda
 attend, layer, baseline = gaussian_attention, GaussianKernelAttention, dot_product_attention
 multihead, literal = GaussianMultiheadAttention, partial(gaussian_attention, impl="reference")  # checks at the door
 PADDING, TABLES = torch.zeros(2, 5, dtype=torch.bool), (torch.ones(30, 8), torch.ones(30, 8))
+PACKED = torch.tensor([0, 5], dtype=torch.int32)
 decode = partial(decode_attention, X[:, :2], S, torch.randn(2, 30, 3, 16))
+
+
+def pack(cu_seqlens, **options):
+    return attend(X[:1], S, cu_seqlens=cu_seqlens, **options)
+
+
+offset = GaussianKernelAttention(32, 2, head_offsets="PS")
 
 # fmt: off
 CASES = [  # the error, its words, and a call
@@ -86,6 +94,24 @@ CASES = [  # the error, its words, and a call
     (TypeError, "attn_mask must be bool, True = visible", lambda: attend(X, S, attn_mask=PADDING.long())),
     (ValueError, r"attn_mask must broadcast to .* = \(2, 3, 5, 5\)", lambda: attend(X, S, attn_mask=torch.ones(4, 5))),
     (ValueError, r"each sequence give mask\[:, None\]", lambda: attend(X, S, attn_mask=torch.ones(2, 5, 5))),
+    (TypeError, r"cu_seqlens .*\(documents \+ 1,\), got list", lambda: pack([0, 5])),
+    (TypeError, "cu_seqlens must be int32, got torch.int64", lambda: pack(torch.tensor([0, 5]))),
+    (ValueError, r"cu_seqlens must have shape .*, got \(1,\)", lambda: pack(torch.zeros(1, dtype=torch.int32))),
+    (ValueError, r"cu_seqlens must have shape .*, got \(1, 2\)", lambda: pack(PACKED[None])),
+    (ValueError, "cu_seqlens must be on the device", lambda: pack(PACKED.to("meta"))),
+    (ValueError, r"cu_seqlens must rise from 0 .*, 5, got \[1, 5\]", lambda: pack(PACKED.clamp(min=1))),
+    (ValueError, r"cu_seqlens must rise from 0 .*, 5, got \[0, 4\]", lambda: pack(PACKED.clamp(max=4))),
+    (ValueError, r"cu_seqlens must rise .*, got \[0, 4, 3, 5\]", lambda: pack(torch.tensor([0, 4, 3, 5]).int())),
+    (ValueError, r"cu_seqlens needs all tokens in one row.*\(2, 5, 3, 16\)", lambda: attend(X, S, cu_seqlens=PACKED)),
+    (ValueError, "cu_seqlens is for keys of the same tokens", lambda: pack(PACKED, keys=torch.ones(1, 7, 3, 16))),
+    (ValueError, "cu_seqlens and lengths", lambda: pack(PACKED, lengths=torch.tensor([5]))),
+    (ValueError, "cu_seqlens and key_padding_mask", lambda: pack(PACKED, key_padding_mask=PADDING[:1])),
+    (ValueError, "cu_seqlens and attn_mask", lambda: pack(PACKED, attn_mask=torch.ones(5, 5))),
+    (ValueError, "flex does not serve cu_seqlens", lambda: pack(torch.tensor([0, 2, 5]).int(), impl="flex")),
+    (ValueError, r"cu_seqlens .*\(2, 5, 3, 16\)", lambda: baseline(X, X, X, cu_seqlens=PACKED)),
+    (ValueError, "give no context", lambda: layer(32, 2)(HIDDEN[:1], HIDDEN[:1], cu_seqlens=PACKED)),
+    (ValueError, "cu_seqlens and key", lambda: offset(HIDDEN[:1], cu_seqlens=PACKED, key_padding_mask=PADDING[:1])),
+    (ValueError, r"cu_seqlens .*\(2, 5, 2, 16\)", lambda: offset(HIDDEN, cu_seqlens=PACKED)),
     (ValueError, "cpu does not serve attn_mask", lambda: attend(X, S, attn_mask=torch.ones(5, 5), impl="cpu")),
     (ValueError, r"lengths must be 2 numbers from 2 to 30, got \[30, 31\]", lambda: decode(lengths=[30, 31])),
     (ValueError, "lengths must be 2 numbers from 2 to 30", lambda: decode(lengths=[1, 30])),

@@ -2,6 +2,7 @@
 
 import contextlib
 import itertools
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -9,7 +10,9 @@ import torch
 
 from gka import gaussian_attention, testing
 from gka.api import EPS
+from gka.bandwidth import inverse_variance
 from gka.dispatch import IMPLEMENTATIONS
+from gka.impl import reference
 from gka.impl.cpu import build
 from gka.impl.triton.configs import Config, generation, override
 from gka.masking import Mask
@@ -65,6 +68,61 @@ def foreign(
     grad_y = draw(num_queries, 2) if with_gradients else None
     log_sigma = testing.make_log_sigma(2, head_dim)
     return Problem(draw(num_queries, 0, kind), log_sigma, mask=mask, grad_y=grad_y, **tensors)
+
+
+# Calls that are several attentions, such as a padded batch or packed documents
+
+
+def gradients(problem, impl, **options):
+    """y and the gradients of every tensor of a problem under `gaussian_attention`, or y alone where it has none: flex
+    on CPUs, triton of foreign keys of any norm (those of one norm: test_triton_accuracy.py).
+    """
+    if impl == "flex" or (impl == "triton" and problem.keys is not None):
+        problem = replace(problem, grad_y=None)
+    with tiles(32, 32):  # so that some rows end before others begin a tile
+        return testing.run(partial(gaussian_attention, impl=impl, **options), problem).named()
+
+
+def check_parts(problem, parts, got, slack=0.0):
+    """`got`, of a call of `problem`, is what the oracle gives for each part alone, and 0 elsewhere; what the floors of
+    parts allow adds up. parts: (row of the batch, its queries, its keys), by index.
+    """
+    want, by_plain = ({name: torch.zeros_like(t, dtype=torch.float64) for name, t in got.items()} for _ in range(2))
+    squares, sums = dict.fromkeys(got, 0.0), dict.fromkeys(got, 0.0)
+    for row, queries, keys in parts:
+        places = dict(
+            x=queries, grad_y=queries, y=queries, dx=queries, keys=keys, values=keys, dkeys=keys, dvalues=keys
+        )
+        tensors = {name: t for name in places if (t := getattr(problem, name, None)) is not None}
+        alone = replace(problem, **{name: t[row : row + 1, places[name]] for name, t in tensors.items()})
+        floors, difference = testing.coarse_floors(alone, slack=slack), _cancelled(alone)
+        results = testing.oracle(alone).named(), testing.plain(alone).named()
+        for name in got:  # y alone, where an implementation has no gradients here
+            for to, result in zip((want, by_plain), results):
+                if name == "dlog_sigma":
+                    to[name] += result[name]
+                else:
+                    to[name][row, places[name]] = result[name][0].double()
+            off = floors[name] * results[0][name].norm().item() + difference.get(name, 0.0)
+            squares[name], sums[name] = squares[name] + off**2, sums[name] + off
+    limits = {name: sums[name] if name == "dlog_sigma" else squares[name] ** 0.5 for name in got}
+    limits = {name: limit if want[name].any() else max(limit, testing.ZERO) for name, limit in limits.items()}
+    reason = testing.disagreement(got, want, by_plain, limits, absolute=True)
+    assert reason is None, reason
+
+
+def _cancelled(problem):
+    """What rounding leaves of g_i.v_j - g_i.y_i where the two are equal, as for a query that sees one key: norms."""
+    exact = problem.double().request()
+    y, weights = reference.output_and_weights(exact)
+    keys, values, g = exact.key_features, exact.value_features, problem.grad_y.double()
+    apart = torch.cdist(exact.x.transpose(1, 2), keys.transpose(1, 2))
+    norm_g, norm_v, norm_y = (t.norm(dim=-1).mT for t in (g, values, y))  # (B, H, T)
+    off_g = weights * norm_g[..., None] * (norm_v[:, :, None] + norm_y[..., None])
+    pulls = off_g * apart * inverse_variance(exact.log_sigma)[:, None, None]
+    terms = {"dx": pulls.sum(-1), "dkeys": pulls.sum(-2), "dlog_sigma": (pulls * apart).sum((0, 2, 3))}
+    eps = torch.finfo(torch.promote_types(problem.x.dtype, torch.float32)).eps
+    return {name: eps * t.norm().item() for name, t in terms.items()}
 
 
 # Triton's kernels
