@@ -29,6 +29,7 @@ from deit_gka.model.attention import operators_of
 from deit_gka.model.checkpoints import build, find_model
 from deit_gka.model.warm_start import check_same, fingerprint, warm_start, warnings_of
 from deit_gka.training.broken import BrokenList, best
+from deit_gka.training.compiled import compiled_by_blocks, has_blocks
 from deit_gka.training.config import TrainConfig
 from deit_gka.training.distillation import Objective, load_teacher
 from deit_gka.training.engine import Mixer, accumulate_gradients, bandwidths, evaluate
@@ -64,8 +65,6 @@ class Trainer(BaseTrainer):
         self.steps = config.epochs * self.steps_per_epoch
         classes = self.images.classes
         # Model
-        automatic = "max-autotune" if runtime.device.type == "cuda" else compiling.OFF
-        self.compile_mode = compiling.mode("--compile", config.compile, automatic, runtime)
         self.kwargs = config.timm_arguments()
         drop_path = config.drop_path_of(config.model)
         settings = {**({"drop_path_rate": drop_path} if drop_path else {}), **self.kwargs}
@@ -79,6 +78,7 @@ class Trainer(BaseTrainer):
             teacher = load_teacher(config, classes).to(runtime.device)
         if config.grad_checkpointing:
             self.model.set_grad_checkpointing(True)
+        self.compile_mode = self._compile_mode()
         self.average = make_average(self.model, config)
         self.metric = "top1" if self.average is None else "ema_top1"  # of the best epoch
         # Optimiser
@@ -99,6 +99,17 @@ class Trainer(BaseTrainer):
             self._load(checkpoint)
         elif config.initial_weights:
             self._start_from(config.initial_weights)
+
+    def _compile_mode(self) -> str:
+        """How the model is compiled. Raises UserError if it cannot be as --compile says."""
+        chosen, by_blocks = self.config.compile, has_blocks(self.model)
+        if chosen == compiling.BLOCKS and not by_blocks:
+            raise UserError(
+                f"--compile {chosen}: {self.config.model} has no list of blocks; use max-autotune or default"
+            )
+        on_cuda = compiling.BLOCKS if by_blocks else "max-autotune"
+        automatic = on_cuda if self.runtime.device.type == "cuda" else compiling.OFF
+        return compiling.mode("--compile", chosen, automatic, self.runtime)
 
     def _load(self, checkpoint: Checkpoint) -> None:
         config, device = self.config, self.runtime.device
@@ -153,7 +164,9 @@ class Trainer(BaseTrainer):
     def network(self) -> nn.Module:
         """`model` as it is trained, with the gradients of all processes: made, on all of them, for the first update."""
         network, device = self.model, self.runtime.device
-        if self.compile_mode != compiling.OFF:
+        if self.compile_mode == compiling.BLOCKS:
+            network = compiled_by_blocks(network)
+        elif self.compile_mode != compiling.OFF:
             network = torch.compile(network, mode=self.compile_mode, dynamic=False)
         if self.runtime.world_size > 1:
             ids = [device.index] if device.type == "cuda" else None

@@ -37,8 +37,9 @@ class TrainConfig(Recipe, DataParts, RunConfig):
     """Images per process at once; lower it if memory runs out."""
     num_workers: MayChange[WorkerCount] = -1
     """Processes that load images, for each training process; -1 takes its share of the cores."""
-    compile: MayChange[Literal["auto", "off", "default", "max-autotune"]] = "auto"
-    """How torch.compile is used; auto takes max-autotune on CUDA (paper), and off on a CPU or without a compiler."""
+    compile: MayChange[Literal["auto", "off", "blocks", "default", "max-autotune"]] = "auto"
+    """How torch.compile is used: blocks one by one, in seconds, or the whole model, default or max-autotune (paper).
+    auto: blocks on CUDA (max-autotune for models without blocks), off on a CPU or without a compiler."""
     grad_checkpointing: MayChange[bool] = False
     """Recompute activations in backward: less memory, slower."""
 

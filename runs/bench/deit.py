@@ -39,6 +39,7 @@ from runs.bench.models import TRAINING, Candidate, CandidateKey, ModelConfig
 from runs.bench.program import Comparison, time_cases
 from runs.bench.timing import Measurement, Plan
 from runs.paper.published import SIZE_NAMES
+from trainkit_gka import compiling
 from trainkit_gka.cli import run
 from trainkit_gka.distributed import setup
 
@@ -117,9 +118,9 @@ class VisionSubject(models.Subject):
 
     def network(self, dtype: str, mode: str):
         """On a CPU, and where asked for, compiled block by block."""
-        if mode == "off" or (self.device.type == "cuda" and mode != models.BLOCKS):
+        if mode == "off" or (self.device.type == "cuda" and mode != compiling.BLOCKS):
             return models.compiled(self.model, self.kind, mode), self.model
-        twin = models.twin(self.model)
+        twin = compiling.twin(self.model)
         models.compile_blocks(twin.blocks, self.kind)
         return twin, self.model
 

@@ -36,6 +36,7 @@ from runs.bench import baselines, models
 from runs.bench.models import HELD, TRAINING, CandidateKey, ModelConfig
 from runs.bench.program import USUAL_DTYPE, Comparison, time_cases
 from runs.bench.timing import Measurement, Plan
+from trainkit_gka import compiling
 from trainkit_gka.cli import run
 from trainkit_gka.distributed import Runtime, setup
 from trainkit_gka.hardware import peak_flops
@@ -136,12 +137,12 @@ class LanguageSubject(models.Subject):
         super().__init__(kind, phase, model, ids, targets, (slice(0, 1), slice(0, GATE_TOKENS)), IGNORE_INDEX)
 
     def network(self, dtype, mode):
-        model = models.twin(self.model)
+        model = compiling.twin(self.model)
         if dtype != USUAL_DTYPE[self.runtime.device.type]:
             model.compute_in(getattr(torch, dtype))
-        if mode != models.BLOCKS:
+        if mode != compiling.BLOCKS:
             return models.compiled(model, self.kind, mode), model
-        network = models.twin(model)
+        network = compiling.twin(model)
         models.compile_blocks(network.transformer.h, self.kind)
         network.loss = torch.compile(network.loss, dynamic=False)
         return network, model

@@ -24,7 +24,6 @@ FLOAT32_ROUNDINGS = 32
 TRAINING = "training"
 HELD = "softmax-cudnn"  # softmax attention held to cuDNN's kernel; CUDA only
 EAGER = "eager"
-BLOCKS = "blocks"  # a mode of compilation: a model's blocks one by one, in seconds
 MOST_JUDGED = 2**26  # numbers of a gradient
 
 
@@ -37,7 +36,7 @@ class ModelConfig(ComparisonConfig):
     blocks: the blocks one by one, as DeiT's always are on a CPU; it takes seconds where whole models take minutes."""
 
     def mode(self, usual: str, runtime: Runtime) -> str:
-        """The mode of torch.compile: `usual`, BLOCKS or "off". Raises UserError if it is asked for and fails here."""
+        """The mode of torch.compile: `usual`, "blocks" or "off". Raises UserError if it is asked for and fails here."""
         automatic = "off" if self.quick and runtime.device.type == "cpu" else "on"
         chosen = compiling.mode("--compile", self.compile, automatic, runtime)
         return usual if chosen == "on" else chosen
@@ -206,11 +205,6 @@ class HeldToCudnn(nn.Module):
             return self.model(*arguments, **options)
 
 
-def twin(model: nn.Module) -> nn.Module:
-    """Another model with the same parameters."""
-    return copy.deepcopy(model, memo={id(p): p for p in model.parameters()})
-
-
 def compiled(model: nn.Module, kind: str, mode: str) -> Callable:
     """The model of a kind under torch.compile; "off" leaves it as it is.
 
@@ -220,21 +214,15 @@ def compiled(model: nn.Module, kind: str, mode: str) -> Callable:
     model = HeldToCudnn(model) if kind == HELD else model
     if mode == "off":
         return model
-    allow_many_programs()
+    compiling.allow_many_programs()
     return torch.compile(model, mode="max-autotune-no-cudagraphs" if mode == "max-autotune" else mode, dynamic=False)
 
 
 def compile_blocks(blocks: nn.ModuleList | nn.Sequential, kind: str) -> None:
-    """Compile the blocks of a model in place, each by itself: one program serves all that are alike."""
-    allow_many_programs()
-    for place, block in enumerate(blocks):
-        blocks[place] = HeldToCudnn(block) if kind == HELD else block
-        blocks[place].compile(dynamic=False)
-
-
-def allow_many_programs() -> None:
-    """Twins share the compiler's memory of a piece of code, and torch stops at eight programs for one."""
-    torch._dynamo.config.recompile_limit = 64
+    """Compile the blocks of a model of this kind in place, each by itself."""
+    for place, block in enumerate(blocks) if kind == HELD else ():
+        blocks[place] = HeldToCudnn(block)
+    compiling.compile_blocks(blocks)
 
 
 def gradient(model: nn.Module, loss: Callable[[], torch.Tensor]) -> torch.Tensor:

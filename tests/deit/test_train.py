@@ -103,18 +103,36 @@ def test_it_learns_digits(tmp_path, kind, epochs, least):
 
 @pytest.mark.slow
 @tiny.needs_compiler
-def test_compiled_training_is_the_same_training(pictures, tmp_path):
-    train(pictures, tmp_path, "--compile", "default", "--stop-after", 3, "--drop-path", 0, ranks=1)
-    train(pictures, tmp_path / "off", "--stop-after", 3, "--drop-path", 0)
+@pytest.mark.parametrize(
+    "compiled", [("default",), ("blocks",), ("blocks", "--grad-checkpointing")], ids=lambda words: "-".join(words)
+)
+def test_compiled_training_is_the_same_training(pictures, tmp_path, compiled):
+    """On two processes, each with two pieces of an update, and then continued uncompiled."""
+    common = ["--drop-path", 0, "--device-batch-size", 4]
+    train(pictures, tmp_path, *common, "--stop-after", 2, "--compile", *compiled, ranks=2)
+    train(pictures, tmp_path, *common, "--stop-after", 3)
+    train(pictures, tmp_path / "off", *common, "--stop-after", 3)
     for name, value in checkpoint(tmp_path / "off", 3, "model").items():
         torch.testing.assert_close(checkpoint(tmp_path, 3, "model")[name], value, rtol=1e-3, atol=1e-4, msg=name)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("kind", ["gka", "vlt", "softmax"])
-def test_training_on_cuda_compiled_in_bfloat16(pictures, tmp_path, kind):
+@pytest.mark.parametrize(
+    "kind, compiled", [("gka", "auto"), ("gka", "max-autotune"), ("vlt", "auto"), ("softmax", "auto")]
+)
+def test_training_on_cuda_compiled_in_bfloat16(pictures, tmp_path, kind, compiled):
     shape = ["--model-kwargs", "patch_size=4", "embed_dim=64", "depth=2", "num_heads=2"]
-    words = ["--device-type", "cuda", "--epochs", 10, "--model", model_name("tiny", kind), *shape]
+    words = [
+        "--device-type",
+        "cuda",
+        "--epochs",
+        10,
+        "--compile",
+        compiled,
+        "--model",
+        model_name("tiny", kind),
+        *shape,
+    ]
     assert "finished" in tiny.call(TRAIN, *flags(pictures, tmp_path, *words)).stdout
     last = events(tmp_path, "eval")[-1]
     assert last["memory_mib"] > 0 and last["top1"] > 40
@@ -244,6 +262,7 @@ MISTAKES = {
     "--model-kwargs img_size=64": "--input-size",
     "--model-kwargs depth=0": "--model-kwargs depth",
     "--input-size 18": "--input-size",
+    "--compile blocks --model resnet18 --model-kwargs": "--compile blocks",
 }
 
 

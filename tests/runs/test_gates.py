@@ -14,8 +14,9 @@ from gka import testing
 from gka.impl.cpu import build
 from gka.masking import Mask
 from runs.bench import baselines, deit, gpt, models
-from runs.bench.models import BLOCKS, EAGER, TRAINING
+from runs.bench.models import EAGER, TRAINING
 from runs.bench.operators import FORWARD, FULL, Case, gate, operators
+from trainkit_gka.compiling import BLOCKS
 from trainkit_gka.distributed import setup
 
 CPU = torch.device("cpu")
