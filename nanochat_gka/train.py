@@ -119,7 +119,8 @@ class TrainConfig(OptimConfig, ModelFlags, BundleFlags, RunConfig):
         learned = ["channels"] * self.channel_bandwidths + ["gates"] * self.head_gates
         learned += [f"conv{self.short_conv}"] if self.short_conv else []
         tables = {"auto": "", "all": "VE", "every-layer": "VE-every-layer", "none": "no-VE"}[self.value_embeds]
-        parts = [f"d{self.depth}", self.attention, self.head_offsets, everywhere, values, *learned, tables]
+        projected = "projected" if self.project_value_embeds else ""
+        parts = [f"d{self.depth}", self.attention, self.head_offsets, everywhere, values, *learned, tables, projected]
         return self.model_tag or "-".join(filter(None, parts))
 
     def check(self) -> None:

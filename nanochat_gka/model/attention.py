@@ -54,6 +54,8 @@ class Attention(nn.Module, ABC):
             setattr(self, name, Linear(config.n_embd, config.n_embd))
         self.c_proj = Linear(config.n_embd, config.n_embd)
         self.ve_gate = Linear(GATE_CHANNELS, config.n_head) if config.has_value_embedding(layer) else None
+        projects = config.project_value_embeds and self.ve_gate is not None
+        self.ve_proj = Linear(config.n_embd, config.n_embd) if projects else None
         self.pairing = head_offsets(config.offset_pattern(layer), config.n_head)
         has_additions = config.has_additions(layer)
         scales = torch.empty(config.n_embd, dtype=torch.float32)
@@ -65,8 +67,9 @@ class Attention(nn.Module, ABC):
             self.short_conv = nn.ModuleDict(modules)
 
     def init_weights(self) -> None:
-        for name in self.projections:
-            fill_uniform(getattr(self, name).weight, self.config.n_embd)
+        for matrix in (*(getattr(self, name) for name in self.projections), self.ve_proj):
+            if matrix is not None:
+                fill_uniform(matrix.weight, self.config.n_embd)
         # Gates are 2 * sigmoid(0) = 1 at first: value embeddings and heads as they are.
         for zeros in (self.c_proj, self.ve_gate, self.head_gate):
             if zeros is not None:
@@ -92,7 +95,8 @@ class Attention(nn.Module, ABC):
     ) -> torch.Tensor:
         """Mix and project: the outputs of the tokens that the context selects, (B, T, C) for all.
 
-        x: the normalised block input, (B, T, C). value_embedding: (B, T, C), None in layers without.
+        x: the normalised block input, (B, T, C). value_embedding: (B, T, C), or what `ve_proj` makes it of; None in
+        layers without.
         """
         queries, new = self.project(x, value_embedding, rotary, context.positions)
         heads = context.attend(self, rotary, queries, new)  # (B, T, H, D)
@@ -170,6 +174,8 @@ class Attention(nn.Module, ABC):
         """values + 2 sigmoid(W_g x[:32]) * embedding, per head."""
         if value_embedding is None:
             return values
+        if self.ve_proj is not None:
+            value_embedding = self.ve_proj(value_embedding)
         gate = 2 * torch.sigmoid(self.ve_gate(x[..., :GATE_CHANNELS]))
         return values + gate[..., None] * self.heads(value_embedding)
 

@@ -44,6 +44,7 @@ class GPTConfig:
     channel_bandwidths: bool = False
     head_gates: bool = False
     short_conv: int = 0
+    project_value_embeds: bool = False
 
     def __post_init__(self):
         for name in ("sequence_len", "vocab_size", "n_layer", "n_head", "n_embd"):
@@ -145,6 +146,7 @@ class GPTConfig:
             "head gates": self.head_gates,
             f"short convolutions of {self.short_conv}": self.short_conv,
             f"value embeddings {self.value_embeds}": self.value_embeds != "auto",
+            "value embeddings projected": self.project_value_embeds,
         }
         return ", ".join(text for text, applies in words.items() if applies)
 
@@ -194,6 +196,9 @@ class ModelFlags:
     value_embeds: Annotated[Literal["auto", "all", "every-layer", "none"], Group.MODEL] = "auto"
     """Layers with gated value embeddings; auto = nanochat's: every second layer, if its attention learns values; all =
     every second layer of any kind; every-layer = the other layers too."""
+    project_value_embeds: Annotated[bool, Group.MODEL] = False
+    """Project value embeddings from the token's embedding, by a matrix for each layer, in place of tables. An
+    experiment."""
     head_offsets: Annotated[str, Group.MODEL] = ""
     """A letter per head of gka layers, tiled: N pairs key j with value j, P with value j-1, S key j-1 with value j;
     empty = the paper's form. A fixed case of KV shifting attention (arXiv 2411.19574)."""
@@ -223,6 +228,9 @@ class ModelFlags:
             for name in unused_settings(self.attention, depth, self.offset_layers):
                 settings.pop(name, None)
         try:
-            return GPTConfig.from_depth(depth, **settings)
+            config = GPTConfig.from_depth(depth, **settings)
         except ValueError as error:
             raise UserError(str(error)) from None
+        if self.project_value_embeds and depth == self.depth and not any(map(config.has_value_embedding, range(depth))):
+            raise UserError("--project-value-embeds is for layers with value embeddings, and --value-embeds gives none")
+        return config

@@ -46,7 +46,7 @@ class GPT(nn.Module):
         blocks = nn.ModuleList(Block(config, layer) for layer in range(config.n_layer))
         self.transformer = nn.ModuleDict({"wte": nn.Embedding(rows, width), "h": blocks})
         self.lm_head = Linear(width, rows)
-        layers = [layer for layer in range(config.n_layer) if config.has_value_embedding(layer)]
+        layers = [a.layer for a in self.attentions if a.ve_gate is not None and a.ve_proj is None]
         self.value_embeds = nn.ModuleDict({str(layer): nn.Embedding(rows, width) for layer in layers})
         self.rotary = Rotary(config.head_dim, config.sequence_len)
         self.rounded_to: torch.dtype | None = None  # dtype of activations; None: the tables'
@@ -122,6 +122,8 @@ class GPT(nn.Module):
             x = self.resid_lambdas[layer].to(x.dtype) * x + self.x0_lambdas[layer].to(x.dtype) * x0
             tables = self.value_embeds
             value_embedding = tables[str(layer)](ids).to(x.dtype) if str(layer) in tables else None
+            if block.attn.ve_proj is not None:
+                value_embedding = x0
             x = block(x, value_embedding, self.rotary, context)
         context.end()
         return norm(x)

@@ -84,6 +84,7 @@ FORMS: dict[str, dict[str, Any]] = {
     f"{HALF_VE} + channels": {**GKA_OFFSETS, **HALF, "channel_bandwidths": True, "channel_rate": 4.0},
     f"{PRESET} + convolutions": {**GKA_OFFSETS, **HALF, **learned(4.0, 0.25), **CONVOLUTIONS},
     f"{RIVAL} + convolutions": {**SOFTMAX, **EVERYWHERE, **learned(1.0, 0.25), **CONVOLUTIONS},
+    f"{PRESET}, VE projected": {**GKA_OFFSETS, **HALF, **learned(4.0, 0.25), "project_value_embeds": True},
     f"{PRESET}, heads of 128": {**GKA_OFFSETS, **HALF, **learned(4.0, 0.25), "head_dim": 128},
     f"{RIVAL}, heads of 128": {**SOFTMAX, **EVERYWHERE, **learned(1.0, 0.25), "head_dim": 128},
 }

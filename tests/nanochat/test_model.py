@@ -9,14 +9,14 @@ import torch
 
 from nanochat_gka.model.accounting import meta_model, parameter_counts
 from nanochat_gka.model.attention import build_attention
-from nanochat_gka.model.blocks import Rotary
+from nanochat_gka.model.blocks import Rotary, norm
 from nanochat_gka.model.config import GPTConfig
 from nanochat_gka.model.context import Context
 from nanochat_gka.model.gpt import build
 from nanochat_gka.training import memory
 from nanochat_gka.training.optim import OptimConfig, parameter_groups
 from sharding import check_trains_as_in_bfloat16, process_group
-from tiny_gpt import SHAPE, VARIANTS, WHOLE_ROWS, awake
+from tiny_gpt import PRESET, SHAPE, VARIANTS, WHOLE_ROWS, awake
 
 every_variant = pytest.mark.parametrize("variant", VARIANTS, ids=str)
 
@@ -25,7 +25,7 @@ every_variant = pytest.mark.parametrize("variant", VARIANTS, ids=str)
 FORMS = [dict(attention="gka", gka_values=values) for values in ("rotated", "normalised")]
 FORMS += [dict(attention=kind, offset_layers="all") for kind in ("softmax", "vlt")]
 ADDITIONS = dict(channel_bandwidths=True, head_gates=True, value_embeds="all")
-ADDED = ({}, ADDITIONS, dict(short_conv=3), dict(**ADDITIONS, short_conv=20))
+ADDED = ({}, ADDITIONS, dict(short_conv=3), dict(**ADDITIONS, short_conv=20, project_value_embeds=True))
 # Of the four heads, by how many tokens keys and values are late.
 DELAYS = {"": [(0, 0)] * 4, "NPS": [(0, 0), (0, 1), (1, 0), (0, 0)], "PNSSP": [(0, 1), (0, 0), (1, 0), (1, 0)]}
 
@@ -62,6 +62,7 @@ def by_definition(layer, rotary, x, value_embedding):
         queries, keys = (normed(rotated(heads(convolved(*t)))) for t in zip(("query", "key"), projected))
         values = heads(convolved("value", x if layer.kind.name == "vlt" else x @ layer.c_v.weight.T))
     if value_embedding is not None:
+        value_embedding = value_embedding if layer.ve_proj is None else value_embedding @ layer.ve_proj.weight.T
         values = values + 2 * torch.sigmoid(x[..., :32] @ layer.ve_gate.weight.T)[..., None] * heads(value_embedding)
     mixed = []
     for head, delays in enumerate(DELAYS[layer.config.head_offsets]):
@@ -112,6 +113,19 @@ def test_later_tokens_change_nothing_and_every_parameter_learns(variant):
     no_rows = model(torch.zeros(0, 16, dtype=torch.long))
     assert no_rows.shape == (0, 16, 70)
     no_rows.sum().backward()
+
+
+def test_projected_value_embeddings_are_tables_of_the_projected_embedding():
+    projected = awake(dataclasses.replace(SHAPE, **PRESET, project_value_embeds=True))
+    tables = awake(dataclasses.replace(SHAPE, **PRESET))
+    weights, embedding = projected.state_dict(), norm(projected.transformer.wte.weight)
+    for layer in tables.value_embeds:
+        weights[f"value_embeds.{layer}.weight"] = (
+            embedding @ weights.pop(f"transformer.h.{layer}.attn.ve_proj.weight").T
+        )
+    tables.load_state_dict(weights)
+    ids = torch.randint(70, (2, 16))
+    torch.testing.assert_close(projected(ids), tables(ids), rtol=0, atol=1e-5)
 
 
 @every_variant

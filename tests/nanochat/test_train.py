@@ -49,6 +49,7 @@ def test_finished_run_learned_and_is_recorded(packed, tmp_path):
         (dict(attention="GGGA", value_embeds="every-layer"), "d20-GGGA-VE-every-layer"),
         (PRESET, "d20-gka-PS-normalised-channels-gates-VE"),
         (PRESET | dict(short_conv=4), "d20-gka-PS-normalised-channels-gates-conv4-VE"),
+        (dict(attention="softmax", project_value_embeds=True), "d20-softmax-projected"),
         (dict(gka_values="normalised", model_tag="mine"), "mine"),
     ],
     ids=str,
@@ -186,6 +187,10 @@ BAD = [
     ("--total-batch-size 100", "--total-batch-size must be a multiple of .* 32, got 100"),
     ("--total-batch-size 64000", "[0-9]+ training rows and a step takes 2,000: give more text"),
     ("--short-conv 4 --sample-every 9", "whole rows only: give --sample-every -1"),
+    (
+        "--project-value-embeds --value-embeds none",
+        "is for layers with value embeddings, and --value-embeds gives none",
+    ),
     ("--attention linear", "or a pattern of their letters such as GGGA, got 'linear'"),
     ("--weight-decay 1e6", "--weight-decay with --matrix-lr would take .* away in one step"),
     ("--depth 10000 --attention softmax", r"--depth 10000 is a model of \d.* parameters .* GB of memory and there are"),

@@ -30,6 +30,7 @@ VARIANTS = [
     dict(attention="gka", gka_values="normalised", head_offsets="PS", channel_bandwidths=True, head_gates=True),
     PRESET,
     dict(attention="VGA", head_offsets="PS", offset_layers="all", channel_bandwidths=True, head_gates=True),
+    dict(attention="AG", value_embeds="all", project_value_embeds=True),
 ]
 # Models that compute whole rows only.
 WHOLE_ROWS = [
