@@ -18,8 +18,8 @@ Shape = tuple[int, ...]
 
 @register_flop_formula([op.attend.overloadpacket, decoding.attend_cached.overloadpacket, torch.ops.gka.attend])
 def forward_flops(x: Shape, keys: Shape | None, values: Shape | None, log_sigma: Shape, *arguments, **__) -> int:
-    """Of a forward pass, from the arguments of the operators; tensors are their shapes. Padding counts as tokens, and a
-    sequence that is shorter than its cache as a whole one.
+    """Of a forward pass, from the arguments of the operators; tensors are their shapes. Padding counts as tokens,
+    packed documents as one, and a sequence that is shorter than its cache as a whole one.
     """
     before, after = [argument for argument in arguments if isinstance(argument, int)][:2]
     num_keys = (keys or values or x)[1]

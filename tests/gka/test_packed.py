@@ -14,7 +14,7 @@ from gka.impl import sdpa
 from gka.masking import Mask, document_bounds
 from gka.offsets import HeadOffsets
 from gka.testing import Problem, make_features
-from operator_cases import CPU, TRITON, check_parts, gradients
+from operator_cases import AUTO_ON_CPU, CPU, TRITON, check_parts, gradients
 
 DOCUMENTS = [0, 1, 7, 63, 1, 0, 130, 2, 0]  # their lengths
 NUM_TOKENS = sum(DOCUMENTS)
@@ -81,6 +81,33 @@ def test_nan_stays_in_its_document(mask, form, impl):
     others[places] = False
     for name in set(got) - {"dlog_sigma"}:
         torch.testing.assert_close(got[name][:, others], want[name][:, others], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("impl", [CPU])
+@pytest.mark.parametrize("threads", [1, 3, 8])
+def test_documents_are_divided_among_threads(threads, impl):
+    """The first has all of them where there are 8, and each has some where there is 1."""
+    lengths, before = [3, 260, 0, 5, 31, 30], torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        for form, dtype in (("own", torch.float32), ("other keys and values", torch.float32), ("own", torch.bfloat16)):
+            problem = packed_problem(form, Mask(), dtype, impl, lengths)
+            got = [gradients(problem, impl, cu_seqlens=boundaries(lengths)) for _ in range(2)]
+            assert all(torch.equal(got[0][name], got[1][name]) for name in got[0])
+            slack = 1e-6 if dtype == torch.bfloat16 else 0.0
+            check_parts(problem, [(0, places, places) for places in places_of(lengths)], got[0], slack=slack)
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.skipif(AUTO_ON_CPU != "cpu", reason="the CPU kernel cannot be built here")
+def test_boundaries_that_a_transform_hides_are_checked_before_memory_is_read():
+    x = torch.randn(2, 1, 5, 2, 4)
+    for wrong in ([[0, 3, 900], [0, 2, 5]], [[0, 2, 5], [0, -30, 5]]):
+        with pytest.raises(ValueError, match="cu_seqlens must rise from 0 to the number of tokens, 5"):
+            torch.func.vmap(lambda x, n: gaussian_attention(x, torch.zeros(2), cu_seqlens=n))(
+                x, torch.tensor(wrong).int()
+            )
 
 
 @pytest.mark.parametrize("impl", ["sdpa"])

@@ -16,6 +16,7 @@ from gka.impl.cpu.structs import NOTHING, TENSORS, address, pack, tensor
 from gka.masking import Mask
 from gka.padding_and_masks import rows_of_equal_length, with_zeros_and_nan, without_nonfinite
 from gka.request import GaussianRequest
+from gka.validation import check_boundaries
 
 FORWARD, BACKWARD = range(2)
 PHASES = ("forward", "backward")
@@ -31,6 +32,7 @@ class Inputs(NamedTuple):
     values: torch.Tensor | None
     log_sigma: torch.Tensor
     lengths: torch.Tensor | None
+    cu_seqlens: torch.Tensor | None
     before: int
     after: int
     centred: bool
@@ -46,8 +48,8 @@ class Inputs(NamedTuple):
         """For `without_nonfinite`."""
         mask = Mask(causal=self.after == 0, window=None if self.before < 0 else self.before)
         return GaussianRequest(
-            x=self.x, keys=self.keys, values=self.values, lengths=self.lengths, mask=mask, needs_grad=False,
-            log_sigma=self.log_sigma, eps=None, constant_norm=False,
+            x=self.x, keys=self.keys, values=self.values, lengths=self.lengths, cu_seqlens=self.cu_seqlens, mask=mask,
+            needs_grad=False, log_sigma=self.log_sigma, eps=None, constant_norm=False,
         )  # fmt: skip
 
     def rows_with_tokens(self) -> list[tuple[slice, int]]:
@@ -75,9 +77,9 @@ def forward(*arguments):
     return results
 
 
-def backward(grad_y, x, keys, values, log_sigma, lengths, y, row_state, residual, *limits):
+def backward(grad_y, x, keys, values, log_sigma, lengths, cu_seqlens, y, row_state, residual, *limits):
     """(dx, dlog_sigma, dkeys, dvalues), the last two None if they are x's. limits: before, after, centred, eps."""
-    inputs = Inputs(x, keys, values, log_sigma, lengths, *limits)
+    inputs = Inputs(x, keys, values, log_sigma, lengths, cu_seqlens, *limits)
     gradients = _backward(inputs, grad_y, y, row_state, residual)
     if inputs.hides_tokens and not _is_finite(gradients[0]):
         clean, nan_rows = without_nonfinite(inputs.request())
@@ -145,6 +147,10 @@ def _call(phase: int, inputs: Inputs, row_state, tensors: dict, dlog_sigma=None)
     members = members_of(x, keys, values, log_sigma, inputs.before, inputs.after)
     state = dict(row_state=row_state.data_ptr(), dlog_sigma=address(dlog_sigma))
     members |= dict(state, eps=inputs.eps, centred=inputs.centred)
+    if inputs.cu_seqlens is not None:
+        cu_seqlens = inputs.cu_seqlens.contiguous()
+        check_boundaries(cu_seqlens.tolist(), x.shape[1])  # which graphs and transforms let through
+        members |= dict(cu_seqlens=cu_seqlens.data_ptr(), batch=len(cu_seqlens) - 1)
     members |= {name: tensor(t) for name, t in tensors.items() if t is not None}
     parts: Iterable[dict] = (members,)
     largest, scratch = 0.0, None

@@ -20,7 +20,7 @@ HALF = (torch.bfloat16, torch.float16)
 DECODING = ("rotary", "channel_scales", "cache_lengths", "key_delays", "value_delays")  # read by its kernel alone
 DECODE_QUERIES = 16  # up to here a request without gradients is bound by reading the keys
 SERVES = Serves(
-    options=frozenset({"causal", "window", "lengths", *DECODING}),
+    options=frozenset({"causal", "window", "lengths", "cu_seqlens", *DECODING}),
     applies_eps=True,
     fused_on=("cpu",),
     dtypes=(torch.float32, *HALF),
@@ -76,7 +76,7 @@ def gaussian(request: GaussianRequest) -> torch.Tensor:
     Half precision is computed in float32, except bfloat16 where the processor multiplies it (AMX, AVX512-BF16), and in
     decoding.
     """
-    from_cache = not request.own_keys and request.lengths is None
+    from_cache = not request.own_keys and request.lengths is None and request.cu_seqlens is None
     few = from_cache and request.num_queries <= DECODE_QUERIES and not request.needs_grad
     decodes = few or bool(_options_of_decoding(request))
     dtype = request.x.dtype
@@ -86,7 +86,7 @@ def gaussian(request: GaussianRequest) -> torch.Tensor:
         y = decoding.decode(request)
         return y.to(dtype) if single else y
     x, keys, values, log_sigma, *limits = request.operands(addressable)
-    tensors = x, keys, values, log_sigma, request.lengths
+    tensors = x, keys, values, log_sigma, request.lengths, request.cu_seqlens
     centred = not request.mask.causal  # rounding would leak the future
     arguments = (*tensors, *limits, centred, request.eps or 0.0, request.needs_grad)
     if is_plain(*tensors):
@@ -106,14 +106,15 @@ def _single(request: GaussianRequest) -> GaussianRequest:
 
 @operator(
     "cpu_attend",
-    "(Tensor x, Tensor? keys, Tensor? values, Tensor log_sigma, Tensor? lengths, SymInt before, SymInt after, "
-    "bool centred, float eps, bool differentiable) -> (Tensor, Tensor, Tensor)",
+    "(Tensor x, Tensor? keys, Tensor? values, Tensor log_sigma, Tensor? lengths, Tensor? cu_seqlens, SymInt before, "
+    "SymInt after, bool centred, float eps, bool differentiable) -> (Tensor, Tensor, Tensor)",
 )
 def attend(*inputs):
     """(y, row_state, residual): y (B, Tq, H, D); what the backward pass needs of each row (B, H, Tq); in bfloat16, if
     differentiable, what rounding took from y, else nothing.
 
-    keys None: x. values None: the keys. lengths: (B,) tokens of each row, None: all. before, after: how far a query
+    keys None: x. values None: the keys. lengths: (B,) tokens of each row, None: all. cu_seqlens: (documents + 1,)
+    int32, the documents of one row of tokens, None: one. before, after: how far a query
     looks, -1 without limit. centred: subtract the mean of the keys first.
     """
     return call.forward(*inputs)[:3]
@@ -126,8 +127,8 @@ def _(x, *inputs):
 
 @operator(
     "cpu_attend_backward",
-    "(Tensor grad_y, Tensor x, Tensor? keys, Tensor? values, Tensor log_sigma, Tensor? lengths, Tensor y, "
-    "Tensor row_state, Tensor residual, SymInt before, SymInt after, bool centred, float eps) "
+    "(Tensor grad_y, Tensor x, Tensor? keys, Tensor? values, Tensor log_sigma, Tensor? lengths, Tensor? cu_seqlens, "
+    "Tensor y, Tensor row_state, Tensor residual, SymInt before, SymInt after, bool centred, float eps) "
     "-> (Tensor, Tensor, Tensor, Tensor)",
 )
 def attend_backward(*inputs):
@@ -147,20 +148,20 @@ def _without_none(x, gradients):
 def _save(ctx, inputs, output):
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(*output[1:3])  # row_state and residual
-    ctx.save_for_backward(*inputs[:5], *output[:3])
-    ctx.options = inputs[5:9]  # before, after, centred, eps
+    ctx.save_for_backward(*inputs[:6], *output[:3])
+    ctx.options = inputs[6:10]  # before, after, centred, eps
 
 
 def _differentiate(ctx, grad_y, *_):
     if grad_y is None:
-        return (None,) * 10
+        return (None,) * 11
     saved = ctx.saved_tensors
     batched = torch._C._functorch.is_legacy_batchedtensor(grad_y)  # is_grads_batched=True: torch loops over operators
     plain = is_plain(grad_y, *saved) and not batched and not torch.is_grad_enabled()
     route = call.backward if plain else attend_backward
     dx, dlog_sigma, *gradients = route(grad_y, *saved, *ctx.options)
     dkeys, dvalues = (None if t is None else gradient for t, gradient in zip(saved[1:3], gradients, strict=True))
-    return dx, dkeys, dvalues, dlog_sigma, *[None] * 6
+    return dx, dkeys, dvalues, dlog_sigma, *[None] * 7
 
 
 def _refuse(ctx, *grads):

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch
 
 PLAIN = (torch.Tensor, torch.nn.Parameter)
-REVISION = 5  # part of the operators' names: torch keeps compiled programs, and finds them again by names and arguments
+REVISION = 6  # part of the operators' names: torch keeps compiled programs, and finds them again by names and arguments
 
 
 def is_plain(*tensors: torch.Tensor | None) -> bool:

@@ -9,8 +9,8 @@ import torch
 NO_TENSOR = (0, 0, 0, 0)
 TENSORS = ("x", "keys", "values", "y", "grad_y", "dx", "dkeys", "dvalues", "residual")  # a GkaTensor each
 NUMBERS = {  # by type, as the module struct abbreviates it: q int64_t or an address, f float, i int32_t
-    "q": "log_sigma row_state dlog_sigma cos sin channel_scales lengths key_delays value_delays batch num_queries "
-    "num_keys num_heads head_dim before after",
+    "q": "log_sigma row_state dlog_sigma cu_seqlens cos sin channel_scales lengths key_delays value_delays batch "
+    "num_queries num_keys num_heads head_dim before after",
     "f": "eps bound",
     "i": "own_keys own_values centred half half_tables threads",
 }

@@ -8,6 +8,7 @@
 // because the error is multiplied by the distance of that key, which in self-attention is 0. A block has all keys that
 // its queries see, so that delta is known in time.
 #include "backward_head.h"
+#include "documents.h"
 #include "few.h"
 
 namespace {
@@ -225,6 +226,12 @@ int64_t gka::backward_scratch(const GkaRequest& q) {
 
 void gka_backward_float32(const GkaRequest* request, float* scratch) {
   const GkaRequest& q = *request;
+  if (q.cu_seqlens) {
+    each_document(documents_float32(q, GKA_BACKWARD), scratch, [](const GkaRequest& part, float* slot) {
+      return gka_backward_float32(&part, slot), 0.0f;
+    });
+    return;
+  }
   if (sees_few(q)) return backward_of_few(q, scratch);
   const Plan plan(q, !q.own_keys);
   const int64_t slot_size = slot_size_of<Backward>(q, plan);

@@ -14,6 +14,7 @@
 #include "request.h"
 #if defined(__AVX512F__)
 #include "bf16_head.h"
+#include "documents.h"
 
 BF16_BEGIN
 
@@ -232,6 +233,12 @@ int64_t gka::backward_scratch_bfloat16(const GkaRequest& q) {
 
 void gka_backward_bfloat16(const GkaRequest* request, float* scratch) {
   const GkaRequest& q = *request;
+  if (q.cu_seqlens) {
+    each_document(documents_bfloat16(q, GKA_BACKWARD), scratch, [](const GkaRequest& part, float* slot) {
+      return gka_backward_bfloat16(&part, slot), 0.0f;
+    });
+    return;
+  }
   const Plan plan(q);
   const int64_t slot_size = slot_size_of<Backward>(q, plan), stripes = stripes_of(q);
   const int64_t of_queries = stripes_of(q.num_queries);

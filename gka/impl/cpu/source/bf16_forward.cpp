@@ -6,6 +6,7 @@
 #include "request.h"
 #if defined(__AVX512F__)
 #include "bf16_head.h"
+#include "documents.h"
 
 #include <cpuid.h>
 #include <sys/syscall.h>
@@ -144,6 +145,10 @@ int64_t gka::forward_scratch_bfloat16(const GkaRequest& q) {
 
 float gka_forward_bfloat16(const GkaRequest* request, float* scratch) {
   const GkaRequest& q = *request;
+  if (q.cu_seqlens)
+    return each_document(documents_bfloat16(q, GKA_FORWARD), scratch, [](const GkaRequest& part, float* slot) {
+      return gka_forward_bfloat16(&part, slot);
+    });
   const Plan plan(q);
   float largest = 0.0f;
   auto run = [&](const GkaRequest& q, const Plan& plan, int64_t index, int64_t part, float* slot) {
@@ -176,6 +181,7 @@ int32_t gka_ready_bfloat16(int32_t tiles) {
 }
 
 int64_t gka_scratch_bfloat16(const GkaRequest* request, int32_t phase) {
+  if (request->cu_seqlens) return gka::documents_bfloat16(*request, phase).scratch();
   return phase == GKA_FORWARD ? gka::forward_scratch_bfloat16(*request) : gka::backward_scratch_bfloat16(*request);
 }
 

@@ -2,6 +2,7 @@
 //
 // Self-attention: K_cc = 1 is the largest of its row, so nothing is subtracted from exponents and nothing rescaled.
 // Other keys: exponents stay in the block until the largest of their rows so far is known.
+#include "documents.h"
 #include "few.h"
 #include "tiles.h"
 
@@ -189,6 +190,10 @@ int64_t gka::forward_scratch(const GkaRequest& q) {
 
 float gka_forward_float32(const GkaRequest* request, float* scratch) {
   const GkaRequest& q = *request;
+  if (q.cu_seqlens)
+    return each_document(documents_float32(q, GKA_FORWARD), scratch, [](const GkaRequest& part, float* slot) {
+      return gka_forward_float32(&part, slot);
+    });
   if (gka::sees_few(q)) return gka::forward_of_few(q);
   const Plan plan(q);
   float largest = 0.0f;
@@ -203,6 +208,7 @@ float gka_forward_float32(const GkaRequest* request, float* scratch) {
 int64_t gka_size_of_GkaRequest() { return sizeof(GkaRequest); }
 
 int64_t gka_scratch_float32(const GkaRequest* request, int32_t phase) {
+  if (request->cu_seqlens) return gka::documents_float32(*request, phase).scratch();
   if (gka::sees_few(*request)) return gka::few_scratch(*request, phase);
   return phase == GKA_FORWARD ? gka::forward_scratch(*request) : gka::backward_scratch(*request);
 }

@@ -1,7 +1,8 @@
 // The C interface: the arguments of one call of a kernel (gka/impl/cpu/call.py and decoding.py pack them).
 //
 // Legend: B batch, Tq queries, Tk keys, H heads, D head_dim. The same struct serves every phase and dtype; a phase
-// reads the members that it needs. The library allocates nothing and keeps nothing: memory belongs to the caller.
+// reads the members that it needs. The library keeps nothing, and allocates a list of documents only: memory belongs to
+// the caller.
 // Decoding is a few queries against a cache of keys and values, forward only.
 #pragma once
 #include <cstdint>
@@ -31,6 +32,8 @@ struct GkaRequest {
                                  // float: sum_j K_ij + eps in self-attention, else log2 of the row sum without the
                                  // query's norm
   float* dlog_sigma;             // (H,), written by backward
+  const int32_t* cu_seqlens;     // or null: B documents, of which b has the tokens cu_seqlens[b] to cu_seqlens[b + 1] - 1
+                                 // of tensors (1, Tq, H, D), Tq being Tk; row_state is (H, tokens) for one after another
   const void *cos, *sin;         // decoding: (Tk or more, D / 2) tables, contiguous: keys are rotated, normalised
                                  // values, and `keys` is not read; or null
   const float* channel_scales;   // decoding: (H, D): values are multiplied by it before they are rotated; null: by 1
