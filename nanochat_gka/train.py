@@ -48,6 +48,7 @@ from trainkit_gka.run_config import RunConfig
 from trainkit_gka.trainer import Contents, Evaluation
 from trainkit_gka.trainer import Trainer as BaseTrainer
 
+MOST_PACKED = 2**14  # tokens that sdpa takes at once with cu_seqlens
 LOSS_MEMORY = 0.9  # of the printed loss, a running average
 MANY_EPOCHS = 10  # of one text
 # Keys that are read back from the log; a record without them does not count.
@@ -76,6 +77,9 @@ class TrainConfig(OptimConfig, ModelFlags, BundleFlags, RunConfig):
     verify_data: MayChange[Annotated[bool, Group.DATA]] = True
     """Check the data's checksums before training, on every machine."""
 
+    document_mask: bool = False
+    """Keep the documents of a row apart: tokens see their own document only, and positions begin anew with each.
+    Documents begin at BOS tokens and at the beginning of a row."""
     max_seq_len: Annotated[int, Bounds(1, other=(-1, "the data's")), Group.MODEL] = -1
     """Context length T; -1 takes the data's."""
 
@@ -119,14 +123,15 @@ class TrainConfig(OptimConfig, ModelFlags, BundleFlags, RunConfig):
         learned = ["channels"] * self.channel_bandwidths + ["gates"] * self.head_gates
         learned += [f"conv{self.short_conv}"] if self.short_conv else []
         tables = {"auto": "", "all": "VE", "every-layer": "VE-every-layer", "none": "no-VE"}[self.value_embeds]
-        projected = "projected" if self.project_value_embeds else ""
-        parts = [f"d{self.depth}", self.attention, self.head_offsets, everywhere, values, *learned, tables, projected]
+        last = ["projected"] * self.project_value_embeds + ["documents"] * self.document_mask
+        parts = [f"d{self.depth}", self.attention, self.head_offsets, everywhere, values, *learned, tables, *last]
         return self.model_tag or "-".join(filter(None, parts))
 
     def check(self) -> None:
         super().check()
-        if self.short_conv and (self.sample_every > 0 or self.core_metric_every > 0):
-            raise UserError(f"{WHOLE_ROWS}: give --sample-every -1, and leave --core-metric-every out")
+        if self.short_conv and (self.sample_every > 0 or self.core_metric_every > 0 or self.document_mask):
+            advice = "give --sample-every -1, and leave --core-metric-every and --document-mask out"
+            raise UserError(f"{WHOLE_ROWS}, which it mixes: {advice}")
 
     def identity(self) -> dict[str, Any]:
         hidden = () if has_gka(self.attention, self.depth) else ("gka_values",)  # without meaning there
@@ -187,6 +192,8 @@ class Trainer(BaseTrainer):
         automatic = "on" if runtime.device.type == "cuda" else compiling.OFF
         compiled = compiling.mode("--compile", config.compile, automatic, runtime) != compiling.OFF
         shape = config.shape(config.depth, sequence_len, vocab_size)
+        if config.document_mask:
+            shape = replace(shape, document_start=self.data.tokenizer.bos_id)
         memory.check_fits(shape, runtime.device, runtime.world_size)
         self.model: GPT = build(shape, runtime.device)
         if config.dtype != "auto":
@@ -202,6 +209,8 @@ class Trainer(BaseTrainer):
         if self.batch_size == "auto":
             fitting = memory.rows_at_once(shape, runtime.device, runtime.world_size)
             self.batch_size = min(fitting, -(-self.rows // runtime.world_size))
+        if config.document_mask:
+            self._keep_dense_masks_small()
         # Optimiser
         groups = parameter_groups(self.model, config, self.horizon.lr_scale, self.horizon.weight_decay_scale)
         check_decay(groups)
@@ -222,6 +231,15 @@ class Trainer(BaseTrainer):
             self.optimizer.load_state_dict(checkpoint.tensors("optimizer", runtime.device))
             self.state = checkpoint.state["progress"]
         self.state["muon_through_float32"] = through_float32
+
+    def _keep_dense_masks_small(self) -> None:
+        """Fewer rows at once where sdpa mixes documents. Raises UserError if one row is too long for it."""
+        operators, length = {one.operator(self.model.dtype) for one in self.model.attentions}, self.data.sequence_len
+        if length > MOST_PACKED and operators & {None, "sdpa"}:
+            advice = f"pack rows of at most {MOST_PACKED:,} tokens with --sequence-len, or leave it out"
+            raise UserError(f"--document-mask makes a dense mask of a row here, and rows have {length:,}: {advice}")
+        if "sdpa" in operators:  # softmax and vlt layers take rows one by one
+            self.batch_size = min(self.batch_size, MOST_PACKED // length)
 
     def _multiplies_through_float32(self, checkpoint: Checkpoint | None) -> bool:
         """Whether Muon does, as bfloat16 products are slow on a rank's CPU. A continued run goes on as it began."""

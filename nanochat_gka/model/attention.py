@@ -28,7 +28,7 @@ from gka.masking import Mask
 from gka.offsets import head_offsets
 from nanochat_gka.model.blocks import Linear, Rotary, ShortConvolution, fill_uniform, norm
 from nanochat_gka.model.config import GPTConfig
-from nanochat_gka.model.context import Context, Tensors, map_distinct
+from nanochat_gka.model.context import Context, PackedRows, Tensors, map_distinct
 
 GATE_CHANNELS = 32
 GATE_SCALE = 0.1
@@ -127,8 +127,13 @@ class Attention(nn.Module, ABC):
         """
 
     @abstractmethod
-    def attend(self, rotary: Rotary, queries: torch.Tensor, stored: Tensors) -> torch.Tensor:
-        """The heads of the last T of n tokens, (B, T, H, D), of their queries and of the tensors stored for all n."""
+    def attend(
+        self, rotary: Rotary, queries: torch.Tensor, stored: Tensors, documents: PackedRows | None = None
+    ) -> torch.Tensor:
+        """The heads of the last T of n tokens, (B, T, H, D), of their queries and of the tensors stored for all n.
+
+        documents: those of the tokens, which are all rows in one, (1, n, H, D); None: a row is one document.
+        """
 
     def attend_cached(self, rotary: Rotary, queries: torch.Tensor, stored: Tensors, lengths: list[int]) -> torch.Tensor:
         """As `attend`, of rows with `lengths` tokens each in the tensors of a cache, (B, capacity, H, D)."""
@@ -139,7 +144,9 @@ class Attention(nn.Module, ABC):
             first = rows.stop
         return mixed[0] if len(mixed) == 1 else torch.cat(mixed)
 
-    def keys_and_values(self, rotary: Rotary, num_queries: int, stored: Tensors) -> tuple[torch.Tensor, torch.Tensor]:
+    def keys_and_values(
+        self, rotary: Rotary, num_queries: int, stored: Tensors, documents: PackedRows | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values by slot, (B, n, H, D) each, from the first that the last `num_queries` of n tokens see."""
         first = 0
         if self.pairing is not None or self.derives_keys:
@@ -147,7 +154,8 @@ class Attention(nn.Module, ABC):
             first = max(0, stored[0].shape[1] - num_queries - self.window - reach)
         stored = tuple(tensor[:, first:] for tensor in stored) if first else stored
         keys, values = self.unpack(rotary, first, stored)
-        return (keys, values) if self.pairing is None else self.pairing(keys, values)
+        starts = None if documents is None else documents.starts
+        return (keys, values) if self.pairing is None else self.pairing(keys, values, starts)
 
     def unpack(self, rotary: Rotary, first: int, stored: Tensors) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of the tokens from position `first` on."""
@@ -195,9 +203,15 @@ class SoftmaxAttention(Attention):
         queries, keys = (norm(rotary(self.heads(self.convolve(name, c(compared))), positions)) for name, c in maps)
         return queries, (keys, self.add_value_embedding(self.values(x), x, value_embedding))
 
-    def attend(self, rotary, queries, stored):
-        keys, values = self.keys_and_values(rotary, queries.shape[1], stored)
-        return dot_product_attention(queries, keys, values, causal=True, window=self.window)
+    def attend(self, rotary, queries, stored, documents=None):
+        inputs = queries, *self.keys_and_values(rotary, queries.shape[1], stored, documents)
+        mask = dict(causal=True, window=self.window)
+        if documents is None:
+            return dot_product_attention(*inputs, **mask)
+        # Row by row, for a mask of all tokens of a call is built.
+        rows = zip(*(tensor.chunk(len(documents.of_rows), dim=1) for tensor in inputs), strict=True)
+        mixed = [dot_product_attention(*row, cu_seqlens=c, **mask) for row, c in zip(rows, documents.of_rows)]
+        return torch.cat(mixed, dim=1)
 
     def weights(self, queries, keys):
         logits = torch.einsum("bihd,bjhd->bhij", queries, keys) * self.config.head_dim**-0.5
@@ -247,11 +261,11 @@ class GKAAttention(Attention):
     def unpack(self, rotary, first, stored):
         return stored[-1], stored[0]
 
-    def attend(self, rotary, queries, stored):
-        keys, values = self.keys_and_values(rotary, queries.shape[1], stored)
+    def attend(self, rotary, queries, stored, documents=None):
+        keys, values = self.keys_and_values(rotary, queries.shape[1], stored, documents)
         keys = None if keys is queries else keys
         sigma = at_least_float32(self.log_sigma)
-        mask = dict(causal=True, window=self.window)
+        mask = dict(causal=True, window=self.window, cu_seqlens=None if documents is None else documents.cu_seqlens)
         return gaussian_attention(queries, sigma, keys=keys, values=values, **mask, constant_norm=True)
 
     def attend_cached(self, rotary, queries, stored, lengths):
@@ -279,7 +293,11 @@ class GKAAttention(Attention):
         shape = (1, self.config.sequence_len, self.config.n_head, self.config.head_dim)
         x = torch.empty(shape, dtype=dtype, device=self.log_sigma.device, requires_grad=True)
         keys = torch.empty_like(x) if self.pairing is not None and self.pairing.moves_keys else None
-        return select_impl(x, keys=keys, causal=True, window=self.window, constant_norm=True)
+        documents = None
+        if self.config.document_start >= 0:  # two, for an example
+            documents = torch.tensor([0, 1, self.config.sequence_len], dtype=torch.int32, device=x.device)
+        mask = dict(causal=True, window=self.window, cu_seqlens=documents)
+        return select_impl(x, keys=keys, **mask, constant_norm=True)
 
 
 class RotatedGKA(GKAAttention):

@@ -25,7 +25,8 @@ class GPTConfig:
     """Shape of a model. The first seven fields are nanochat's; the defaults of the others leave its baseline unchanged.
 
     `ModelFlags` documents the others; for head_offsets see `gka.offsets`, for channel bandwidths and head gates
-    `attention`. Raises ValueError naming the field.
+    `attention`. document_start: the id of the token that begins a document, if the documents of a row do not see each
+    other; -1 if they do. Raises ValueError naming the field.
     """
 
     sequence_len: int = 2048
@@ -45,6 +46,7 @@ class GPTConfig:
     head_gates: bool = False
     short_conv: int = 0
     project_value_embeds: bool = False
+    document_start: int = -1
 
     def __post_init__(self):
         for name in ("sequence_len", "vocab_size", "n_layer", "n_head", "n_embd"):
@@ -68,6 +70,8 @@ class GPTConfig:
             raise ValueError(f"sigma_squared must be positive and finite, or 0 (automatic); got {self.sigma_squared}")
         if self.short_conv < 0:
             raise ValueError(f"short_conv must be at least 1, or 0 (none); got {self.short_conv}")
+        if not -1 <= self.document_start < self.vocab_size:
+            raise ValueError(f"document_start must be an id below {self.vocab_size}, or -1; got {self.document_start}")
         for name in unused_settings(self.attention, self.n_layer, self.offset_layers):
             if getattr(self, name) != getattr(type(self), name):
                 none = f"attention={self.attention} has none in {self.n_layer} layers"
@@ -147,6 +151,7 @@ class GPTConfig:
             f"short convolutions of {self.short_conv}": self.short_conv,
             f"value embeddings {self.value_embeds}": self.value_embeds != "auto",
             "value embeddings projected": self.project_value_embeds,
+            "documents apart": self.document_start >= 0,
         }
         return ", ".join(text for text, applies in words.items() if applies)
 

@@ -17,7 +17,9 @@ class AttentionLayer(Protocol):
     layer: int
     is_last: bool
 
-    def attend(self, rotary, queries: torch.Tensor, stored: Tensors) -> torch.Tensor: ...
+    def attend(
+        self, rotary, queries: torch.Tensor, stored: Tensors, documents: "PackedRows | None" = None
+    ) -> torch.Tensor: ...
 
     def attend_cached(self, rotary, queries: torch.Tensor, stored: Tensors, lengths: list[int]) -> torch.Tensor: ...
 
@@ -45,6 +47,34 @@ class Context:
 
     def end(self) -> None:
         """All layers are done."""
+
+
+class PackedRows(Context):
+    """B whole rows of several documents, whose tokens see those of their own document only.
+
+    A document begins at each token `first` and at each row's first; its positions are counted from there. cu_seqlens:
+    where the documents of all rows, one after another, begin and end, (B (T + 1),) int32. Its size is that of most
+    documents, so that another number of them is no other program: the last ones of a row have no tokens. of_rows: the
+    same for every row alone, (B, T + 1). starts: where the document of every token begins, (B T,).
+    """
+
+    def __init__(self, ids: torch.Tensor, first: int):
+        rows, length = ids.shape
+        places = torch.arange(length + 1, dtype=torch.int32, device=ids.device)
+        is_first = (ids == first) | (places[:-1] == 0)
+        document = is_first.cumsum(1, dtype=torch.int32)  # of every token, from 1 on
+        self.of_rows = torch.searchsorted(document, (places + 1).expand(rows, -1).contiguous(), out_int32=True)
+        row_starts = length * torch.arange(rows, dtype=torch.int32, device=ids.device)[:, None]
+        starts = self.of_rows.gather(1, document.long() - 1)
+        self.cu_seqlens, self.starts = (self.of_rows + row_starts).flatten(), (starts + row_starts).flatten()
+        self.positions, self.longest = places[:-1] - starts, length
+
+    def begin(self, num_tokens):
+        """The positions are those in the documents."""
+
+    def attend(self, layer, rotary, queries, new):
+        joined, *stored = map_distinct(lambda tensor: tensor.flatten(0, 1)[None], queries, *new)
+        return layer.attend(rotary, joined, tuple(stored), self).view_as(queries)
 
 
 def map_distinct(function: Callable[[torch.Tensor], torch.Tensor], *tensors: torch.Tensor) -> list[torch.Tensor]:

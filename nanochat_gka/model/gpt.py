@@ -13,7 +13,7 @@ from nanochat_gka.model.attention import Attention, build_attention
 from nanochat_gka.model.blocks import MLP, ROTARY_OVERALLOCATION, Linear, Rotary, fill_uniform, norm
 from nanochat_gka.model.cache import KVCache
 from nanochat_gka.model.config import GPTConfig
-from nanochat_gka.model.context import Context
+from nanochat_gka.model.context import Context, PackedRows
 from nanochat_gka.model.loss import capped, cross_entropy
 from trainkit_gka.cli import UserError
 
@@ -101,16 +101,19 @@ class GPT(nn.Module):
     ) -> torch.Tensor:
         """Capped float32 logits of token ids (B, T) or, with targets (B, T), their cross-entropy in nats.
 
-        Targets of -1 are ignored. reduction: mean, sum or none, as in torch. context: None for whole sequences; a cache
-        from `new_cache` for tokens that follow those in its rows, and join them. Returns logits (B, T, vocab_size), of
-        the tokens that the context selects; or the loss. Raises ValueError if positions exceed the rotary table.
+        Targets of -1 are ignored. reduction: mean, sum or none, as in torch. context: None for whole rows, whose
+        documents are apart if the configuration says so; a cache from `new_cache` for tokens that follow those in its
+        rows, and join them. Returns logits (B, T, vocab_size), of the tokens that the context selects; or the loss.
+        Raises ValueError if positions exceed the rotary table.
         """
         hidden = self.hidden(ids, context)
         return self.logits(hidden) if targets is None else self.loss(hidden, targets, reduction)
 
     def hidden(self, ids: torch.Tensor, context: Context | None = None) -> torch.Tensor:
         """The first part of `forward`: the head's input, (B, T, n_embd). For callers who need few of the logits."""
-        context = Context() if context is None else context
+        if context is None:
+            is_packed = self.config.document_start >= 0 and len(ids)
+            context = PackedRows(ids, self.config.document_start) if is_packed else Context()
         if self.config.short_conv and type(context) is not Context:
             raise UserError(f"{WHOLE_ROWS}; this needs a cache of past tokens, or several texts in a row")
         context.begin(ids.shape[1])

@@ -128,6 +128,45 @@ def test_projected_value_embeddings_are_tables_of_the_projected_embedding():
     torch.testing.assert_close(projected(ids), tables(ids), rtol=0, atol=1e-5)
 
 
+BOS, LENGTH = 69, 23
+FIRSTS = [[0, 1, 9, 10, 22], [5], []]  # places of BOS in three rows; the second begins with the end of a document
+
+
+@pytest.mark.parametrize("dtype, error", [(torch.float64, 1e-12), (torch.float32, 1e-5)], ids=["float64", "float32"])
+@every_variant
+def test_documents_of_a_row_are_as_each_alone(variant, dtype, error):
+    """Logits, loss and all gradients."""
+    packed = awake(dataclasses.replace(SHAPE, **variant, document_start=BOS)).to(dtype)
+    alone = awake(dataclasses.replace(SHAPE, **variant)).to(dtype)
+    rows = torch.randint(BOS, (len(FIRSTS), LENGTH + 1))
+    for row, firsts in zip(rows, FIRSTS):
+        row[firsts] = BOS
+    packed(rows[:, :-1], rows[:, 1:], reduction="sum").backward()
+    logits = packed(rows[:, :-1])
+    for row, firsts, got in zip(rows, FIRSTS, logits):
+        for first, end in itertools.pairwise(sorted({0, *firsts, LENGTH})):
+            alone(row[None, first:end], row[None, first + 1 : end + 1], reduction="sum").backward()
+            torch.testing.assert_close(got[None, first:end], alone(row[None, first:end]), rtol=0, atol=10 * error)
+    for (name, one), (_, other) in zip(packed.named_parameters(), alone.named_parameters(), strict=True):
+        assert other.grad.norm() > 0 and (one.grad - other.grad).norm() <= error * other.grad.norm(), name
+
+
+@pytest.mark.parametrize("attention", ["GA", "softmax"])
+def test_another_number_of_documents_compiles_nothing_again(attention):
+    model, programs = awake(dataclasses.replace(SHAPE, attention=attention, document_start=BOS)), []
+
+    def backend(graph, inputs):
+        programs.append(graph)
+        return graph.forward
+
+    compiled = torch.compile(model, backend=backend, dynamic=False)
+    for places in ([0], [3, 4, 5, 14], list(range(16))):
+        ids = torch.randint(BOS, (2, 16))
+        ids[1, places] = BOS
+        torch.testing.assert_close(compiled(ids), model(ids), rtol=0, atol=1e-5)
+    assert len(programs) == 1
+
+
 @every_variant
 def test_a_model_that_is_cast_to_bfloat16_computes_decodes_and_learns(variant):
     """As other people's tools treat models: within the rounding that bfloat16 costs, with float32 logits."""
@@ -184,6 +223,7 @@ def test_starting_bandwidths_and_the_layers_of_offsets():
         (dict(gka_values="raw"), "gka_values .* rotated, normalised, got 'raw'"),
         (dict(attention="gka", sigma_squared=-1.0), "sigma_squared .* got -1.0"),
         (dict(attention="gka", short_conv=-1), "short_conv .* got -1"),
+        (dict(document_start=70), "document_start .* below 70.* got 70"),
         (dict(short_conv=4), "short_conv .* attention=softmax .* offset_layers=all"),
     ],
     ids=str,

@@ -50,6 +50,7 @@ def test_finished_run_learned_and_is_recorded(packed, tmp_path):
         (PRESET, "d20-gka-PS-normalised-channels-gates-VE"),
         (PRESET | dict(short_conv=4), "d20-gka-PS-normalised-channels-gates-conv4-VE"),
         (dict(attention="softmax", project_value_embeds=True), "d20-softmax-projected"),
+        (dict(document_mask=True), "d20-gka-documents"),
         (dict(gka_values="normalised", model_tag="mine"), "mine"),
     ],
     ids=str,
@@ -186,7 +187,8 @@ BAD = [
     ("--max-seq-len 64", "--max-seq-len 64 but .* holds rows of 32 tokens"),
     ("--total-batch-size 100", "--total-batch-size must be a multiple of .* 32, got 100"),
     ("--total-batch-size 64000", "[0-9]+ training rows and a step takes 2,000: give more text"),
-    ("--short-conv 4 --sample-every 9", "whole rows only: give --sample-every -1"),
+    ("--short-conv 4 --sample-every 9", "whole rows only.*: give --sample-every -1"),
+    ("--short-conv 4 --document-mask", "whole rows only.* leave .*--document-mask out"),
     (
         "--project-value-embeds --value-embeds none",
         "is for layers with value embeddings, and --value-embeds gives none",
