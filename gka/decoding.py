@@ -13,6 +13,7 @@ from gka.autocast import autocasts
 from gka.dispatch import IMPLEMENTATIONS, check_impl, find
 from gka.options import Options, gaussian_request
 from gka.padding_and_masks import rows_of_equal_length
+from gka.parts import rotate
 from gka.request import Tables
 from gka.validation import check_features
 
@@ -107,9 +108,8 @@ def _keys_and_values(keys: torch.Tensor | None, values: torch.Tensor, options: O
     if keys is not None or options.rotary is None:
         return (values if keys is None else keys), values
     scaled = values if options.channel_scales is None else values * options.channel_scales
-    a, b = scaled.chunk(2, dim=-1)
     cos, sin = (table[first : first + values.shape[1], None] for table in options.rotary)
-    rotated = torch.cat([a * cos + b * sin, b * cos - a * sin], dim=-1).to(values.dtype)
+    rotated = rotate(scaled, cos, sin).to(values.dtype)
     return F.rms_norm(rotated, rotated.shape[-1:]), values
 
 

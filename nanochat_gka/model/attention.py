@@ -21,17 +21,17 @@ from gka import (
     gaussian_attention,
     gaussian_weights,
     initial_log_sigma,
+    parts,
     select_impl,
 )
 from gka.bandwidth import at_least_float32
 from gka.masking import Mask
 from gka.offsets import head_offsets
+from gka.parts import GATE_CHANNELS
 from nanochat_gka.model.blocks import Linear, Rotary, ShortConvolution, fill_uniform, norm
 from nanochat_gka.model.config import GPTConfig
 from nanochat_gka.model.context import Context, PackedRows, Tensors, map_distinct
 
-GATE_CHANNELS = 32
-GATE_SCALE = 0.1
 # The parameters of a layer that AdamW trains, with the flag of their learning rate; Muon trains the matrices.
 ADAMW_PARTS = {"log_sigma": "sigma_lr", "channel_log_scales": "channel_lr", "head_gate": "gate_lr"}
 ADAMW_PARTS |= {"short_conv": "short_conv_lr"}
@@ -105,15 +105,12 @@ class Attention(nn.Module, ABC):
         return self.c_proj(heads.flatten(2))
 
     def gates(self, x: torch.Tensor) -> torch.Tensor:
-        """2 sigmoid(0.1 G x), the factors of the heads' outputs, (B, T, H), of the block input (B, T, C).
-
-        Gated attention (arXiv 2505.06708) with one number per head, as modded-nanogpt's.
-        """
-        return 2 * torch.sigmoid(GATE_SCALE * self.head_gate(x))
+        """The factors of the heads' outputs, (B, T, H), of the block input (B, T, C)."""
+        return parts.head_gates(self.head_gate(x))
 
     def scaled(self, x: torch.Tensor) -> torch.Tensor:
         """x * exp(a) per channel, by which tokens are compared, (B, T, C); x without channel bandwidths."""
-        return x if self.channel_log_scales is None else x * self.channel_log_scales.exp().to(x.dtype)
+        return x if self.channel_log_scales is None else parts.scaled(x, self.channel_log_scales)
 
     def convolve(self, name: str, x: torch.Tensor) -> torch.Tensor:
         """x, (B, T, C), after the short convolution of this name; x itself in layers without."""
@@ -184,8 +181,7 @@ class Attention(nn.Module, ABC):
             return values
         if self.ve_proj is not None:
             value_embedding = self.ve_proj(value_embedding)
-        gate = 2 * torch.sigmoid(self.ve_gate(x[..., :GATE_CHANNELS]))
-        return values + gate[..., None] * self.heads(value_embedding)
+        return parts.add_value_embedding(values, self.ve_gate(x[..., :GATE_CHANNELS]), self.heads(value_embedding))
 
 
 class SoftmaxAttention(Attention):

@@ -9,7 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-ROTARY_BASE = 10000.0
+from gka.parts import rotary_tables, rotate
+
 ROTARY_OVERALLOCATION = 10  # positions beyond sequence_len that evaluation may use, as in nanochat
 
 
@@ -37,8 +38,8 @@ def fill_uniform(weight: torch.Tensor, width: int) -> None:
 class Rotary(nn.Module):
     """Rotary position embedding on the two halves of a head.
 
-    It turns by -theta, nanochat's direction, opposite to Llama's. The tables are bfloat16 on every device, as
-    upstream's; they are buffers outside the state dict.
+    It turns in nanochat's direction, opposite to Llama's (`gka.parts.rotate`). The tables are bfloat16 on every device,
+    as upstream's; they are buffers outside the state dict.
     """
 
     def __init__(self, head_dim: int, sequence_len: int):
@@ -49,13 +50,9 @@ class Rotary(nn.Module):
             self.register_buffer(name, torch.empty(shape, dtype=torch.bfloat16), persistent=False)
 
     def init_weights(self) -> None:
-        device = self.cos.device
-        channel = torch.arange(0, self.head_dim, 2, dtype=torch.float32, device=device)
-        frequencies = 1.0 / (ROTARY_BASE ** (channel / self.head_dim))
-        positions = torch.arange(self.length, dtype=torch.float32, device=device)
-        angles = torch.outer(positions, frequencies)[None, :, None, :]
-        self.cos.copy_(angles.cos())
-        self.sin.copy_(angles.sin())
+        positions = torch.arange(self.length, dtype=torch.float32, device=self.cos.device)
+        for table, exact in zip((self.cos, self.sin), rotary_tables(positions, self.head_dim)):
+            table.copy_(exact[None, :, None, :])
 
     @property
     def tables(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -64,9 +61,7 @@ class Rotary(nn.Module):
 
     def forward(self, x: torch.Tensor, positions: slice | torch.Tensor) -> torch.Tensor:
         """Rotate (B, T, H, D) features at `positions`: a slice of T, or integers (B, T)."""
-        first, second = x.chunk(2, dim=-1)
-        cos, sin = self.cos[0, positions], self.sin[0, positions]
-        return torch.cat([first * cos + second * sin, second * cos - first * sin], dim=-1).to(x.dtype)
+        return rotate(x, self.cos[0, positions], self.sin[0, positions])
 
 
 class ShortConvolution(nn.Module):
