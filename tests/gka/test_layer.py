@@ -16,7 +16,15 @@ PADDED = {  # of sequences of 9 and 4 tokens; the last has a token of padding be
 }
 OPTIONS = [dict(), dict(head_norm=True), dict(channel_bandwidths=True), dict(head_offsets="NP")]
 OPTIONS += [dict(head_norm=True, channel_bandwidths=True, head_offsets="ps")]
-options = pytest.mark.parametrize("options", OPTIONS, ids=lambda options: "+".join(options) or "paper")
+IN_CONTEXT = list(OPTIONS)  # what cross attention serves
+OPTIONS += [dict(rotary=100.0), dict(head_norm=True, rotary=100.0), dict(head_gates=True), dict(preset="text")]
+
+
+def table_of(options):
+    return pytest.mark.parametrize("options", options, ids=lambda options: "+".join(options) or "paper")
+
+
+options = table_of(OPTIONS)
 padded = pytest.mark.parametrize("padded", PADDED)
 EXACT, SINGLE = dict(rtol=1e-9, atol=1e-9), dict(rtol=1e-4, atol=1e-5)
 close = torch.testing.assert_close
@@ -40,28 +48,50 @@ def layer_and_tokens(dtype=torch.float64, **options):
         layer.log_sigma.copy_(torch.linspace(-1, 0.5, 4))
         if layer.log_scale is not None:
             layer.log_scale.copy_(torch.linspace(-0.5, 0.5, 24))
+        for gate in (layer.head_gate, layer.ve_gate):
+            if gate is not None:
+                gate.weight.normal_()
     return layer, torch.randn(2, 9, 24, dtype=dtype, requires_grad=dtype == torch.float64)
 
 
-def by_hand(layer, x, context, causal=False, window=None):
-    """Tokens of one sequence (T, dim) that look at those of the context, a head at a time, from the definition."""
+def by_hand(layer, x, context, embedding=None, causal=False, window=None, holder=None):
+    """Tokens of one sequence (T, dim) that look at those of the context, a head at a time, from docs/mathematics.md.
+
+    embedding: (T, dim), the value embedding. holder: of a head's letter and a token, the token whose value it holds.
+    """
 
     def norm(heads):
-        return nn.functional.rms_norm(heads, (6,)) if layer.head_norm else heads
+        return heads / heads.square().mean(-1, keepdim=True).sqrt() if layer.head_norm else heads
+
+    def turned(heads):
+        """By minus position * theta^(-2c / D), where channels c and c + D / 2 are a complex number."""
+        rates = torch.tensor([layer.rotary ** (-c / 3) for c in range(3)], dtype=torch.float64)
+        angles = torch.arange(len(heads))[:, None, None] * rates
+        pairs = torch.complex(heads[..., :3], heads[..., 3:]) * torch.exp(-1j * angles)
+        return torch.cat([pairs.real, pairs.imag], dim=-1).to(heads.dtype)
 
     def features_and_values(tokens):
-        values = norm(tokens.view(len(tokens), 4, 6))
-        return values if layer.log_scale is None else norm(values * layer.log_scale.exp().view(4, 6)), values
+        values = features = norm(tokens.view(len(tokens), 4, 6))
+        if layer.log_scale is not None:
+            features = features * layer.log_scale.exp().view(4, 6)
+        return norm(turned(features) if layer.rotary else features), values
 
     (queries, _), (keys, values) = features_and_values(x), features_and_values(context)
+    if embedding is not None:
+        gates = 2 / (1 + torch.exp(-x @ layer.ve_gate.weight.T))
+        values = values + gates[..., None] * embedding.view(len(x), 4, 6)
     before, letters, mixed = [max(0, token - 1) for token in range(len(context))], layer.head_offsets.upper() or "N", []
     for head in range(4):
         letter, k, v = letters[head % len(letters)], keys[:, head], values[:, head]
         k, v = k[before] if letter == "S" else k, v[before] if letter == "P" else v
+        v = v if holder is None else v[[holder(layer.spatial_offsets[head], token) for token in range(len(x))]]
         apart = (queries[:, None, head] - k).square().sum(-1)
         kernel = torch.exp(-apart / (2 * layer.log_sigma[head].exp() ** 2))
         kernel = kernel * Mask(causal, window).dense(len(x), len(context), x.device)
-        mixed.append(kernel / kernel.sum(-1, keepdim=True) @ v)
+        y = kernel / kernel.sum(-1, keepdim=True) @ v
+        if layer.head_gate is not None:
+            y = y * (2 / (1 + torch.exp(-0.1 * x @ layer.head_gate.weight[head])))[:, None]
+        mixed.append(y)
     return layer.proj(torch.cat(mixed, dim=-1))
 
 
@@ -72,19 +102,22 @@ def with_garbage(t, hidden, bad):
 
 @pytest.mark.parametrize("causal,window", [(True, None), (False, None), (True, 2), (False, 1)])
 @padded
-@options
+@table_of([*OPTIONS, dict(value_embeddings=True), dict(preset="text", value_embeddings=True)])
 def test_the_layer_is_its_definition_with_padding_too(options, padded, causal, window):
     """Outputs and all gradients; NaN and infinity in padding reach nothing."""
     layer, x = layer_and_tokens(causal=causal, window=window, **options)
+    embeddings = [torch.randn_like(x, requires_grad=True)] * layer.value_embeddings
     hidden = torch.zeros(2, 9, dtype=torch.bool) if PADDED[padded] is None else PADDED[padded]
-    tokens = with_garbage(x, hidden, torch.inf if causal else torch.nan)
-    y, weights = layer(tokens, key_padding_mask=PADDED[padded], need_weights=True)
-    want = torch.cat([by_hand(layer, row[~mask], row[~mask], causal, window) for row, mask in zip(x, hidden)])
+    tokens, *given = (with_garbage(t, hidden, torch.inf if causal else torch.nan) for t in (x, *embeddings))
+    call = dict(value_embedding=given[0]) if given else {}
+    y, weights = layer(tokens, key_padding_mask=PADDED[padded], need_weights=True, **call)
+    rows = [[t[row][~mask] for t in (x, x, *embeddings)] for row, mask in enumerate(hidden)]
+    want = torch.cat([by_hand(layer, *row, causal=causal, window=window) for row in rows])
     learned = list(layer.parameters())
-    losses = (y[~hidden].square().sum(), [tokens, *learned]), (want.square().sum(), [x, *learned])
+    losses = (y[~hidden].square().sum(), [tokens, *given, *learned]), (want.square().sum(), [x, *embeddings, *learned])
     close(y[~hidden], want, **EXACT)
     close(*(torch.autograd.grad(*loss) for loss in losses), **EXACT)
-    close(y[hidden], layer.proj.bias.expand(int(hidden.sum()), 24))
+    close(y[hidden], layer.proj(torch.zeros(int(hidden.sum()), 24, dtype=torch.float64)))
     rows = weights.sum(-1).transpose(1, 2)
     close(rows[~hidden], torch.ones_like(rows[~hidden]), rtol=1e-5, atol=1e-5)
     assert not rows[hidden].any() and not weights.transpose(1, 3)[hidden].any()  # no query reads a hidden slot
@@ -92,7 +125,7 @@ def test_the_layer_is_its_definition_with_padding_too(options, padded, causal, w
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
 @padded
-@options
+@table_of(IN_CONTEXT)
 def test_context_is_looked_at_and_its_padding_is_not(options, padded, bad):
     layer, x = layer_and_tokens(**options)
     context = torch.randn(2, 9, 24, dtype=torch.float64, requires_grad=True)
@@ -148,7 +181,7 @@ def test_a_trace_made_with_padding_on_the_right_serves_padding_elsewhere(head_of
 def test_in_float32_by_the_fused_kernel_and_traced_by_fx(options):
     """One graph for all lengths and batches, with the layer's parameters in it; no future shows."""
     layer, x = layer_and_tokens(torch.float32, causal=True, window=3, **options)
-    close(layer(x), torch.stack([by_hand(layer, row, row, True, 3) for row in x]), **SINGLE)
+    close(layer(x), torch.stack([by_hand(layer, row, row, causal=True, window=3) for row in x]), **SINGLE)
     model = nn.Sequential(nn.LayerNorm(24), layer, nn.Linear(24, 5))
     graph = torch.fx.symbolic_trace(model)
     for each in (x, x[:1, :4]):
@@ -158,7 +191,7 @@ def test_in_float32_by_the_fused_kernel_and_traced_by_fx(options):
     changed = torch.cat([x[:, :5], torch.randn(2, 4, 24)], dim=1)
     close(layer(changed)[:, :5], layer(x)[:, :5])
     assert (layer(changed)[:, 5] - layer(x)[:, 5]).abs().min() > 0
-    assert all(f"{name}={value}" in repr(layer) for name, value in options.items())
+    assert all(f"{name}={value}" in repr(layer) for name, value in options.items() if name != "preset")
 
 
 def test_wrong_offsets_and_masks_are_refused():
@@ -231,6 +264,7 @@ def test_layer_compiled_exported_and_mapped_with_context():
     layer, x, context = GaussianKernelAttention(32, 2), torch.randn(2, 9, 32), torch.randn(2, 4, 32)
     want = layer(x, context)
     concrete = dict(key_padding_mask=None, attn_mask=None, is_causal=False, need_weights=False)
+    concrete |= dict(value_embedding=None, grid=None, prefix=1)
     for same in (
         torch.compile(layer, fullgraph=True, backend="aot_eager"),
         torch.export.export(layer, (x, context)).module(),
