@@ -203,7 +203,8 @@ class GaussianKernelAttention(nn.Module):
                 # Under a causal mask no token sees padding.
                 mask |= dict(key_padding_mask=None, lengths=None if own_keys and causal else (~padding).sum(1))
             x, context = (tokens, None) if own_keys else (x, tokens)
-        starts = document_starts(x, mask, self.dim, self.num_heads) if in_a_row and own_keys else None
+        restarts = cu_seqlens is not None and in_a_row and own_keys
+        starts = document_starts(x, mask, self.dim, self.num_heads) if restarts else None
         positions = None if starts is None else positions_since(starts)
         features, values = self.features_and_values(x, value_embedding, positions)
         keys = None
@@ -374,10 +375,8 @@ def cleared(x: torch.Tensor, context: torch.Tensor | None, mask: dict, dim: int,
     return tokens.masked_fill(mask["key_padding_mask"][..., None], 0)
 
 
-def document_starts(x: torch.Tensor, mask: dict, dim: int, num_heads: int) -> torch.Tensor | None:
-    """Where the document of every token begins, (T,), from cu_seqlens; None without. Raises TypeError or ValueError."""
-    if mask["cu_seqlens"] is None:
-        return None
+def document_starts(x: torch.Tensor, mask: dict, dim: int, num_heads: int) -> torch.Tensor:
+    """Where the document of every token begins, (T,), from cu_seqlens. Raises TypeError or ValueError."""
     validation.check_padding_and_mask(split_heads("x", x, dim, num_heads, None), x.shape[1], Options(**mask))
     return document_bounds(mask["cu_seqlens"], x.shape[1])[0]
 

@@ -178,9 +178,13 @@ def test_head_offsets_begin_anew_in_each_document(delays):
         assert all(torch.equal(t[:, one], part[side]) for one, part in zip(at, parts, strict=True))
 
 
+TABLES = tuple(torch.randn(2, max(DOCUMENTS), 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0)))
+
+
 @pytest.mark.parametrize("options", [
-    dict(), dict(head_norm=True, channel_bandwidths=True, head_offsets="PS"), dict(head_offsets="NSP", window=3)
-], ids=str)  # fmt: skip
+    dict(), dict(head_norm=True, channel_bandwidths=True, head_offsets="PS"), dict(head_offsets="NSP", window=3),
+    dict(preset="text"), dict(rotary=TABLES),  # no angles, whose differences alone would matter
+], ids=lambda options: "+".join(options) or "paper")  # fmt: skip
 @pytest.mark.parametrize("causal", [False, True])
 def test_a_layer_of_documents(options, causal):
     torch.manual_seed(0)
