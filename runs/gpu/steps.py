@@ -32,7 +32,7 @@ TIMED = ("torch", "numpy", "psutil", "tyro", "rich")
 TRAINED = (*TIMED, "safetensors", "tiktoken", "yaml", "rows")
 TESTED = (*TIMED, "pytest", "hypothesis", "timm", "tiktoken", "rustbpe", "safetensors", "yaml", "pyarrow")
 # The tests that no GPU has run, by words of their names.
-NEW = "triangular_schedule_is or full_of_nan or long_cache or cuda_graphs or recompile"
+NEW = "triangular_schedule_is or full_of_nan or long_cache or cuda_graphs or recompile or packed"
 KERNELS = " ".join(f"tests/gka/test_{name}.py" for name in ("triton_gpu", "triton_accuracy", "triton_op", "memory"))
 TRAINERS = "tests/nanochat/test_train.py tests/deit/test_train.py tests/runs/test_bench_commands.py"
 ADDED = "--head-offsets PS --channel-bandwidths --head-gates --gate-lr 0.005"

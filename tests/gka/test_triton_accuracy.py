@@ -9,6 +9,7 @@ test_triton_gpu.py.
 import math
 from dataclasses import replace
 from functools import partial
+from itertools import accumulate
 
 import pytest
 import torch
@@ -157,6 +158,33 @@ def test_any_lengths_with_any_tiles(lengths, causal, window, rows, columns, with
     for name, t in got.named().items():
         assert name == "dlog_sigma" or not t.masked_select(hidden).any()
         torch.testing.assert_close(t.double(), getattr(want, name), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("other_keys,with_values,causal,window", [(False, False, False, None),
+(False, False, True, None), (True, False, True, 9), (True, True, False, None)])  # fmt: skip
+def test_documents_with_constant_norms(other_keys, with_values, causal, window):
+    """Packed, with all gradients; of any norms: test_packed.py."""
+    documents, norm = [0, 1, 7, 33, 0, 20], partial(nn.functional.rms_norm, normalized_shape=(16,))
+    shape = (1, sum(documents), 2, 16)
+    problem = Problem.seeded("normal", shape, with_values=with_values, device=DEVICE, front=norm)
+    if other_keys:
+        problem = replace(problem, keys=features("normal", shape, seed=3))
+    starts = torch.tensor([0, *accumulate(documents)], dtype=torch.int32, device=DEVICE)
+    options = dict(causal=causal, window=window, cu_seqlens=starts)
+    with tiles(16, 16):
+        got = testing.run(partial(ROUTE, constant_norm=True, **options), problem)
+    want = testing.run(partial(gaussian_attention, impl="reference", **options), problem.double())
+    for name, t in got.named().items():
+        torch.testing.assert_close(t.double(), getattr(want, name), rtol=1e-4, atol=1e-4)
+
+
+def test_the_triangular_schedule_is_not_for_documents(triangular):
+    problem = Problem.seeded("normal", (1, 75, 2, 32), device=DEVICE, eps=EPS)
+    options = dict(cu_seqlens=torch.tensor([0, 30, 75], dtype=torch.int32, device=DEVICE))
+    with tiles(32, 16):
+        got = testing.run(partial(ROUTE, **options), problem)
+    want = testing.run(partial(gaussian_attention, impl="reference", **options), problem.double())
+    torch.testing.assert_close(got.dx.double(), want.dx, rtol=1e-4, atol=1e-4)
 
 
 def test_a_clamped_bandwidth_learns_nothing():

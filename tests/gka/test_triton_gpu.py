@@ -8,6 +8,7 @@ too, where there is one.
 import math
 import time
 from functools import partial
+from itertools import accumulate
 
 import pytest
 import torch
@@ -112,6 +113,34 @@ def test_padding_that_is_nan(shape, causal, window, dtype, with_values):
             assert testing.error(got, want) <= 2 * limits[like] and not got.masked_select(hidden).any(), name
 
 
+DOCUMENTS = [300, 0, 1, 7, 63, 130, 700, 199]
+
+
+@pytest.mark.parametrize("with_values", [False, True], ids=["own", "values"])
+@pytest.mark.parametrize("head_dim,causal,window", [(64, False, None), (128, True, None), (128, True, 50)])
+def test_packed_documents(head_dim, causal, window, with_values):
+    """At most twice flash attention's own error on one sequence; NaN stays in its document; nothing waits for the
+    GPU.
+    """
+    length = sum(DOCUMENTS)
+    problem = seeded((1, length, 2, head_dim), torch.bfloat16, causal, window, with_values)
+    starts = torch.tensor([0, *accumulate(DOCUMENTS)], dtype=torch.int32, device="cuda")
+    options, damaged = dict(causal=causal, window=window, cu_seqlens=starts), problem.map(torch.Tensor.clone)
+    damaged.x[:, -199:] = math.nan
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        got, other = (testing.run(partial(gaussian_attention, impl="triton", **options), p) for p in (problem, damaged))
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    want = testing.run(partial(gaussian_attention, impl="reference", **options), problem.double())
+    limits = flash_errors(problem.x, problem.grad_y, causal)
+    for name, like in (("y", "y"), ("dx", "dx"), ("dvalues", "dx")):
+        if (value := getattr(got, name)) is not None:
+            assert testing.error(value, getattr(want, name)) <= 2 * limits[like], name
+            assert torch.equal(value[:, :-199], getattr(other, name)[:, :-199]), name
+    assert other.y[:, -199:].isnan().all()
+
+
 @pytest.mark.parametrize("batch", [1, 32])
 @pytest.mark.parametrize("constant_norm", [False, True])
 def test_decoding_from_a_long_cache(batch, constant_norm):
@@ -135,6 +164,22 @@ def test_compiles_to_cuda_graphs():
         got = torch.autograd.grad(compiled(x).float().square().mean(), (x, layer.log_sigma))
         for a, b in zip(got, want, strict=True):
             assert testing.error(a, b.double()) <= 4 * torch.finfo(torch.bfloat16).eps
+
+
+def test_documents_do_not_recompile():
+    """Other lengths of as many tokens, and other numbers of documents, cost no compilation."""
+    x, log_sigma = torch.randn(1, 600, 2, 64, device="cuda").bfloat16().requires_grad_(), torch.zeros(2, device="cuda")
+
+    def run(*lengths):
+        starts = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device="cuda")
+        start = time.perf_counter()
+        for window in (None, 40):
+            gaussian_attention(x, log_sigma, causal=window is None, window=window, cu_seqlens=starts).sum().backward()
+        torch.cuda.synchronize()
+        return time.perf_counter() - start
+
+    run(300, 300)
+    assert max(run(599, 1), run(0, 600), run(*[1] * 600), run(16, 32, 552)) < 0.2
 
 
 def test_lengths_do_not_recompile():

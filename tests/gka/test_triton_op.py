@@ -17,6 +17,18 @@ CALLS = {
     "causal": lambda x: (x, None, None, LOG_SIGMA.clone().requires_grad_(), None, -1, 0, True, 1e-6),
     "lengths": lambda x: (x, None, None, LOG_SIGMA, torch.tensor([13], device=DEVICE), -1, -1, False, 1e-6),
     "window, values": lambda x: (x, None, torch.randn_like(x).requires_grad_(), LOG_SIGMA, None, 5, 0, True, 1e-6),
+    "documents": lambda x: (
+        x,
+        torch.randn_like(x),
+        None,
+        LOG_SIGMA,
+        None,
+        -1,
+        0,
+        True,
+        0.0,
+        torch.tensor([0, 3, 3, 20], dtype=torch.int32, device=DEVICE),
+    ),
     "foreign": lambda x: (x, torch.randn_like(x).requires_grad_(), None, LOG_SIGMA, None, -1, 0, True, 0.0),
 }
 

@@ -5,9 +5,9 @@
     python tests/support/kernel_resources.py 8         prints eight of its lines
 
 Per configuration, in its kernel's heaviest case: registers per thread, bytes of spilled registers (STACK), shared
-memory, tensor-core instructions (HGMMA on Hopper, HMMA), asynchronous copies (LDGSTS). Ends with 1 if one breaks a
-limit: spills, more shared memory than the device has, no tensor cores, no asynchronous copies (LDGSTS or, by a
-descriptor, UTMALDG). Needs the triton package and no GPU.
+memory, tensor-core instructions (HGMMA on Hopper, HMMA), asynchronous copies (LDGSTS). The last lines are of the same
+cases with packed documents. Ends with 1 if one breaks a limit: spills, more shared memory than the device has, no
+tensor cores, no asynchronous copies (LDGSTS or, by a descriptor, UTMALDG). Needs the triton package and no GPU.
 """
 
 import collections
@@ -48,6 +48,10 @@ KNOWN_SPILLS = {
     (120, "queries", 128, 4): 16, (90, "symmetric", 128, 2): 8, (90, "triangular", 64, 2): 48,
     (90, "queries", 128, 2): 16, (90, "keys", 128, 2): 152,
 }  # fmt: skip
+# The builds that are listed with packed documents too, and their spills.
+PACKED_SPILLS = {
+    (90, "forward", 128, 2): 32, (90, "symmetric", 128, 2): 72, (90, "queries", 128, 2): 48, (90, "keys", 128, 2): 248,
+}  # fmt: skip
 SPILLS_OF_OTHER_VERSIONS = 64
 # Pointers to features; the others are to float32.
 FEATURES = ("p_x", "p_k", "p_v", "p_y", "p_dy", "p_dx", "p_dk", "p_dv")
@@ -74,17 +78,19 @@ class Build(NamedTuple):
     head_dim: int
     size: int  # bytes per element
     config: configs.Config
+    packed: bool = False  # whether documents are packed into a sequence
 
     @property
     def constants(self) -> dict:
         shape = dict(D=self.head_dim, BLOCK_D=self.head_dim, BOUND=LOG_SIGMA_BOUND, p_lengths=None)
+        shape |= {} if self.packed else dict(p_starts=None)
         shape |= dict(BM=self.config.rows, BN=self.config.columns, **KERNELS[self.kernel][2])
         if self.kernel in ("forward", "decode", "symmetric"):
             shape["TAIL"] = self.config.columns
         return {name: value for name, value in shape.items() if name in KERNELS[self.kernel][0].arg_names}
 
     def __str__(self) -> str:
-        dtype, case = {2: "bf16", 4: "fp32"}[self.size], KERNELS[self.kernel][1]
+        dtype, case = {2: "bf16", 4: "fp32"}[self.size], "packed" if self.packed else KERNELS[self.kernel][1]
         tiles = "{}x{} warps {} stages {}".format(*self.config)
         return f"sm_{self.capability:<4} {self.kernel:<10} d{self.head_dim:<4} {dtype}  {case:<20} {tiles:<24}"
 
@@ -104,7 +110,8 @@ class Resources(NamedTuple):
         half = build.size == 2
         name = "HGMMA" if build.capability == 90 and half and build.kernel != "decode" else "HMMA"
         cores = self.instructions.get(name) or (not half and self.instructions.get("HGMMA"))
-        spills = KNOWN_SPILLS.get(build[:4], 0) if listed_version() else SPILLS_OF_OTHER_VERSIONS
+        known = PACKED_SPILLS if build.packed else KNOWN_SPILLS
+        spills = known.get(build[:4], 0) if listed_version() else SPILLS_OF_OTHER_VERSIONS
         limit = SHARED_LIMIT[build.capability]
         pipelined = half and build.config.stages > 1
         checks = {
@@ -120,7 +127,8 @@ class Resources(NamedTuple):
 def shipped() -> list[Build]:
     """Every entry of the configuration tables."""
     tables = ((int(name.removeprefix("sm_")), table) for name, table in configs.TABLES.items())
-    return [Build(number, *key, config) for number, table in tables for key, config in table.entries.items()]
+    builds = [Build(number, *key, config) for number, table in tables for key, config in table.entries.items()]
+    return builds + [build._replace(packed=True) for build in builds if build[:4] in PACKED_SPILLS]
 
 
 def compile_one(build: Build) -> Resources:
@@ -129,6 +137,7 @@ def compile_one(build: Build) -> Resources:
     names = function.arg_names
     features = {2: "*bf16", 4: "*fp32"}[build.size]
     types = {name: features if name in FEATURES else "*fp32" if name[:2] == "p_" else "i32" for name in names}
+    types |= {name: "*i32" for name in names if name == "p_starts"}
     types |= {"eps": "fp32"} if "eps" in names else {}
     tile = f"[{build.config.columns},{build.head_dim}]>"
     types |= {name: f"tensordesc<{features[1:]}{tile}" for name in ("x_rows", "dy_rows") if name in names}

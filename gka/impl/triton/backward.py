@@ -31,8 +31,10 @@ from gka.impl.triton.tiles import (
     load_tile,
     partners,
     program,
+    programs_of,
     reload_tile,
     seen_rows,
+    sequence_of,
     spans,
     squared_norm,
     store_tile,
@@ -121,12 +123,12 @@ def _keys_tile(acc, acc_v, b_total, b_k, b_v, b_half, scale, inverse, p_x, p_dy,
 
 
 @triton.jit
-def store_partial(p_dls, b_dls, p_log_sigma, bh, H, row_block, row_blocks, BOUND: tl.constexpr):
-    """The program's part of dlog_sigma; none where log_sigma is clamped."""
+def store_partial(p_dls, b_dls, p_log_sigma, bh, H, row_blocks, BOUND: tl.constexpr):
+    """The program's part of dlog_sigma; none where log_sigma is clamped. row_blocks: programs of a head."""
     batches = tl.num_programs(0) // row_blocks // H
     clamped = tl.abs(tl.load(p_log_sigma + bh % H)) > BOUND
     partial = tl.where(clamped, 0.0, -2.0 * LN_2 * tl.sum(b_dls, 0))
-    tl.store(p_dls + ((bh % H) * batches + bh // H) * row_blocks + row_block, partial)
+    tl.store(p_dls + ((bh % H) * batches + bh // H) * row_blocks + tl.program_id(0) % row_blocks, partial)
 
 
 @triton.jit
@@ -163,26 +165,28 @@ def _symmetric_tile(acc, b_total, b_dls, b_x, b_dy, b_peak, b_weight, b_delta, s
 
 
 @triton.jit(do_not_specialize=["before", "after"])
-def gka_queries_kernel(p_x, p_k, p_v, p_log_sigma, p_lengths, p_dy, p_norm, p_level, p_delta, p_dx, p_dls, sx_b, sx_t,
-                       sx_h, sk_b, sk_t, sk_h, sv_b, sv_t, sv_h, H, Tq, Tk, before, after, D: tl.constexpr,
+def gka_queries_kernel(p_x, p_k, p_v, p_log_sigma, p_lengths, p_starts, p_dy, p_norm, p_level, p_delta, p_dx, p_dls,
+                       sx_b, sx_t, sx_h, sk_b, sk_t, sk_h, sv_b, sv_t, sv_h, H, Tq, Tk, before, after, D: tl.constexpr,
                        BLOCK_D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, CONSTANT: tl.constexpr,
                        OWN_KEYS: tl.constexpr, OWN_VALUES: tl.constexpr, HAS_BEFORE: tl.constexpr,
                        HAS_AFTER: tl.constexpr, BOUND: tl.constexpr):  # fmt: skip
     """dquery into p_dx, (B, Tq, H, D) contiguous, and one partial sum of dlog_sigma per program into p_dls, (H, B,
     row blocks) float32.
     """
-    row_block, bh = program(Tq, BM)
-    p_k = head_of(p_k, bh, H, sk_b, sk_h)
-    p_v = head_of(p_v, bh, H, sv_b, sv_h)
-    p_x = head_of(p_x, bh, H, sx_b, sx_h)
-    p_norm += bh.to(tl.int64) * Tk
+    row_block, bh, origin, length = sequence_of(p_starts, Tq, H, BM, False)
+    p_k = head_of(p_k, bh, H, sk_b, sk_h) + origin * sk_t
+    p_v = head_of(p_v, bh, H, sv_b, sv_h) + origin * sv_t
+    p_x = head_of(p_x, bh, H, sx_b, sx_h) + origin * sx_t
+    p_norm += bh.to(tl.int64) * Tk + origin
     o_t = row_block * BM + tl.arange(0, BM)
-    rows = bh.to(tl.int64) * Tq + o_t
+    rows = bh.to(tl.int64) * Tq + origin + o_t
+    if p_starts is not None:
+        Tq, Tk = length, length
     inverse = inverse_variance(p_log_sigma, bh % H, BOUND)
     scale = LOG2_E * inverse
     num_queries, num_keys = seen_rows(p_lengths, bh // H, Tq, Tk, before, OWN_KEYS, HAS_BEFORE)
     b_x = load_tile(p_x, o_t, sx_t, num_queries, D, BLOCK_D, True)
-    b_dy = load_tile(head_of(p_dy, bh, H, Tq * H * D, D), o_t, H * D, num_queries, D, BLOCK_D, True)
+    b_dy = load_tile(head_of(p_dy, bh, H, Tq * H * D, D) + origin * (H * D), o_t, H * D, num_queries, D, BLOCK_D, True)
     b_level = tl.load(p_level + rows, mask=o_t < num_queries, other=0.0)
     b_delta = tl.load(p_delta + rows, mask=o_t < num_queries, other=0.0)
     if OWN_VALUES:
@@ -193,7 +197,7 @@ def gka_queries_kernel(p_x, p_k, p_v, p_log_sigma, p_lengths, p_dy, p_norm, p_le
 
     offset = Tk - Tq  # the last query is aligned with the last key
     last = tl.minimum(row_block * BM + BM, num_queries) - 1 + offset
-    looked_at = partners(p_lengths, row_block * BM, num_queries, num_keys)
+    looked_at = partners(p_lengths, p_starts, row_block * BM, num_queries, num_keys)
     bounds = spans(row_block * BM + offset, last, looked_at, before, after, HAS_BEFORE, HAS_AFTER, BN)
     for span in tl.static_range(3):
         if span != 0 or HAS_BEFORE:
@@ -207,13 +211,14 @@ def gka_queries_kernel(p_x, p_k, p_v, p_log_sigma, p_lengths, p_dy, p_norm, p_le
     b_peak = squared_norm(b_x) * (scale if CONSTANT else 0.5 * scale)
     b_dls += b_total * (b_level - b_peak)  # the tiles' exponents are those of W, S_ij lies a row's log2 D_i above
     acc = clear(p_lengths, inverse * (acc - b_total[:, None] * b_x), o_t, num_queries)
-    store_tile(head_of(p_dx, bh, H, Tq * H * D, D), o_t, H * D, acc, Tq, D, BLOCK_D)
-    store_partial(p_dls, b_dls, p_log_sigma, bh, H, row_block, tl.cdiv(Tq, BM), BOUND)
+    p_dx = head_of(p_dx, bh, H, Tq * H * D, D) + origin * (H * D)
+    store_tile(p_dx, o_t, H * D, acc, Tq, D, BLOCK_D)
+    store_partial(p_dls, b_dls, p_log_sigma, bh, H, programs_of(p_starts, Tq, H, BM), BOUND)
 
 
 @triton.jit(do_not_specialize=["before", "after"])
-def gka_keys_kernel(p_x, p_k, p_v, p_log_sigma, p_lengths, p_dy, p_norm, p_level, p_delta, p_dk, p_dv, sx_b, sx_t,
-                    sx_h, sk_b, sk_t, sk_h, sv_b, sv_t, sv_h, H, Tq, Tk, before, after, D: tl.constexpr,
+def gka_keys_kernel(p_x, p_k, p_v, p_log_sigma, p_lengths, p_starts, p_dy, p_norm, p_level, p_delta, p_dk, p_dv, sx_b,
+                    sx_t, sx_h, sk_b, sk_t, sk_h, sv_b, sv_t, sv_h, H, Tq, Tk, before, after, D: tl.constexpr,
                     BLOCK_D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, CONSTANT: tl.constexpr,
                     OWN_KEYS: tl.constexpr, OWN_VALUES: tl.constexpr, HAS_BEFORE: tl.constexpr,
                     HAS_AFTER: tl.constexpr, BOUND: tl.constexpr):  # fmt: skip
@@ -221,13 +226,16 @@ def gka_keys_kernel(p_x, p_k, p_v, p_log_sigma, p_lengths, p_dy, p_norm, p_level
 
     OWN_KEYS: p_dk is p_dx, in which gka_queries_kernel has left dquery; the sum replaces it.
     """
-    row_block, bh = program(Tk, BM)
-    p_x = head_of(p_x, bh, H, sx_b, sx_h)
-    p_k = head_of(p_k, bh, H, sk_b, sk_h)
-    p_dk = head_of(p_dk, bh, H, Tk * H * D, D)
-    p_dy = head_of(p_dy, bh, H, Tq * H * D, D)
-    p_level += bh.to(tl.int64) * Tq
-    p_delta += bh.to(tl.int64) * Tq
+    row_block, bh, origin, length = sequence_of(p_starts, Tk, H, BM, False)
+    p_x = head_of(p_x, bh, H, sx_b, sx_h) + origin * sx_t
+    p_k = head_of(p_k, bh, H, sk_b, sk_h) + origin * sk_t
+    p_dk = head_of(p_dk, bh, H, Tk * H * D, D) + origin * (H * D)
+    p_dy = head_of(p_dy, bh, H, Tq * H * D, D) + origin * (H * D)
+    p_norm += bh.to(tl.int64) * Tk + origin
+    p_level += bh.to(tl.int64) * Tq + origin
+    p_delta += bh.to(tl.int64) * Tq + origin
+    if p_starts is not None:
+        Tq, Tk = length, length
     o_t = row_block * BM + tl.arange(0, BM)
     inverse = inverse_variance(p_log_sigma, bh % H, BOUND)
     scale = LOG2_E * inverse
@@ -235,17 +243,17 @@ def gka_keys_kernel(p_x, p_k, p_v, p_log_sigma, p_lengths, p_dy, p_norm, p_level
     b_k = load_tile(p_k, o_t, sk_t, num_keys, D, BLOCK_D, True)
     b_v = b_k
     if not OWN_VALUES:
-        b_v = load_tile(head_of(p_v, bh, H, sv_b, sv_h), o_t, sv_t, num_keys, D, BLOCK_D, True)
+        b_v = load_tile(head_of(p_v, bh, H, sv_b, sv_h) + origin * sv_t, o_t, sv_t, num_keys, D, BLOCK_D, True)
     b_half = tl.zeros([BM], tl.float32)
     if not CONSTANT:
-        b_half = tl.load(p_norm + bh.to(tl.int64) * Tk + o_t, mask=o_t < num_keys, other=0.0) * (0.5 * scale)
+        b_half = tl.load(p_norm + o_t, mask=o_t < num_keys, other=0.0) * (0.5 * scale)
     acc = tl.zeros([BM, BLOCK_D], tl.float32)
     acc_v = tl.zeros([BM, BLOCK_D], tl.float32)
     b_total = tl.zeros([BM], tl.float32)
 
     offset = Tk - Tq
     last = tl.minimum(row_block * BM + BM, num_keys) - 1 - offset
-    looked_at = partners(p_lengths, row_block * BM, num_keys, num_queries)
+    looked_at = partners(p_lengths, p_starts, row_block * BM, num_keys, num_queries)
     bounds = spans(row_block * BM - offset, last, looked_at, after, before, HAS_AFTER, HAS_BEFORE, BN)
     for span in tl.static_range(3):
         if span != 0 or HAS_AFTER:
@@ -259,7 +267,8 @@ def gka_keys_kernel(p_x, p_k, p_v, p_log_sigma, p_lengths, p_dy, p_norm, p_level
         acc *= inverse
         b_total *= inverse
         acc_v = clear(p_lengths, acc_v, o_t, num_keys)
-        store_tile(head_of(p_dv, bh, H, Tk * H * D, D), o_t, H * D, acc_v, Tk, D, BLOCK_D)
+        p_dv = head_of(p_dv, bh, H, Tk * H * D, D) + origin * (H * D)
+        store_tile(p_dv, o_t, H * D, acc_v, Tk, D, BLOCK_D)
     acc -= b_total[:, None] * reload_tile(p_k, o_t, sk_t, num_keys, D, BLOCK_D).to(tl.float32)
     acc = clear(p_lengths, acc, o_t, num_keys)
     if OWN_KEYS:
@@ -268,21 +277,23 @@ def gka_keys_kernel(p_x, p_k, p_v, p_log_sigma, p_lengths, p_dy, p_norm, p_level
 
 
 @triton.jit(do_not_specialize=["reach"])
-def gka_symmetric_kernel(p_x, p_log_sigma, p_lengths, p_dy, p_norm, p_weight, p_delta, p_dx, p_dls, sx_b, sx_t, sx_h, H,
-                         T, reach, D: tl.constexpr, BLOCK_D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-                         TAIL: tl.constexpr, CONSTANT: tl.constexpr, HAS_REACH: tl.constexpr,
+def gka_symmetric_kernel(p_x, p_log_sigma, p_lengths, p_starts, p_dy, p_norm, p_weight, p_delta, p_dx, p_dls, sx_b,
+                         sx_t, sx_h, H, T, reach, D: tl.constexpr, BLOCK_D: tl.constexpr, BM: tl.constexpr,
+                         BN: tl.constexpr, TAIL: tl.constexpr, CONSTANT: tl.constexpr, HAS_REACH: tl.constexpr,
                          BOUND: tl.constexpr):  # fmt: skip
     """All of dx when K_ij = K_ji is computed once for both roles. p_weight: the rows' shares, or levels if CONSTANT (no
     K_ij is symmetric then).
 
     TAIL: width of the last tile, <= BN.
     """
-    row_block, bh = program(T, BM)
-    p_x = head_of(p_x, bh, H, sx_b, sx_h)
-    p_dy = head_of(p_dy, bh, H, T * H * D, D)
-    p_norm += bh.to(tl.int64) * T
-    p_weight += bh.to(tl.int64) * T
-    p_delta += bh.to(tl.int64) * T
+    row_block, bh, origin, length = sequence_of(p_starts, T, H, BM, False)
+    p_x = head_of(p_x, bh, H, sx_b, sx_h) + origin * sx_t
+    p_dy = head_of(p_dy, bh, H, T * H * D, D) + origin * (H * D)
+    p_norm += bh.to(tl.int64) * T + origin
+    p_weight += bh.to(tl.int64) * T + origin
+    p_delta += bh.to(tl.int64) * T + origin
+    if p_starts is not None:
+        T = length
     o_t = row_block * BM + tl.arange(0, BM)
     inverse = inverse_variance(p_log_sigma, bh % H, BOUND)
     scale = LOG2_E * inverse
@@ -297,7 +308,7 @@ def gka_symmetric_kernel(p_x, p_log_sigma, p_lengths, p_dy, p_norm, p_weight, p_
     b_dls = tl.zeros([BM], tl.float32)
 
     last = tl.minimum(row_block * BM + BM, tokens) - 1
-    looked_at = partners(p_lengths, row_block * BM, tokens, tokens)
+    looked_at = partners(p_lengths, p_starts, row_block * BM, tokens, tokens)
     bounds = spans(row_block * BM, last, looked_at, reach, reach, HAS_REACH, HAS_REACH, BN)
     for span in tl.static_range(3):
         if span != 0 or HAS_REACH:
@@ -309,5 +320,6 @@ def gka_symmetric_kernel(p_x, p_log_sigma, p_lengths, p_dy, p_norm, p_weight, p_
 
     acc -= b_total[:, None] * reload_tile(p_x, o_t, sx_t, tokens, D, BLOCK_D).to(tl.float32)
     acc = clear(p_lengths, acc, o_t, tokens)
-    store_tile(head_of(p_dx, bh, H, T * H * D, D), o_t, H * D, acc, T, D, BLOCK_D)
-    store_partial(p_dls, b_dls / inverse, p_log_sigma, bh, H, row_block, tl.cdiv(T, BM), BOUND)
+    p_dx = head_of(p_dx, bh, H, T * H * D, D) + origin * (H * D)
+    store_tile(p_dx, o_t, H * D, acc, T, D, BLOCK_D)
+    store_partial(p_dls, b_dls / inverse, p_log_sigma, bh, H, programs_of(p_starts, T, H, BM), BOUND)

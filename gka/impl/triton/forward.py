@@ -24,6 +24,7 @@ from gka.impl.triton.tiles import (
     partners,
     program,
     seen_rows,
+    sequence_of,
     spans,
     squared_norm,
     store_tile,
@@ -82,8 +83,8 @@ def _store_split(p_partial, acc, b_sum, b_max, rows, o_t, Tq, BM: tl.constexpr, 
 
 @triton.jit(do_not_specialize=["before", "after", "chunk"])
 def gka_forward_kernel(
-        p_x, p_k, p_v, p_log_sigma, p_lengths, p_norm, p_y, p_level, p_partial, sx_b, sx_t, sx_h, sk_b, sk_t, sk_h,
-        sv_b, sv_t, sv_h, H, Tq, Tk, before, after, chunk, eps, D: tl.constexpr, BLOCK_D: tl.constexpr,
+        p_x, p_k, p_v, p_log_sigma, p_lengths, p_starts, p_norm, p_y, p_level, p_partial, sx_b, sx_t, sx_h, sk_b, sk_t,
+        sk_h, sv_b, sv_t, sv_h, H, Tq, Tk, before, after, chunk, eps, D: tl.constexpr, BLOCK_D: tl.constexpr,
         BM: tl.constexpr, BN: tl.constexpr, TAIL: tl.constexpr, NORM: tl.constexpr, OWN_KEYS: tl.constexpr,
         OWN_VALUES: tl.constexpr, HAS_BEFORE: tl.constexpr, HAS_AFTER: tl.constexpr, SPLIT: tl.constexpr,
         BOUND: tl.constexpr):  # fmt: skip
@@ -91,18 +92,22 @@ def gka_forward_kernel(
 
     p_y: (B, Tq, H, D). p_level: (B, H, Tq), log2 of the row sum, so that W_ij = 2^(s_ij - level_i). p_norm: (B, H, Tk),
     read if NORM_LOADED, written if NORM_COMPUTED in self-attention. p_partial: what SPLIT writes in place of y and
-    level. All are contiguous; all but p_y are float32. p_lengths: (B,) int32 or int64, or None.
+    level. All are contiguous; all but p_y are float32. p_lengths: (B,) int32 or int64, or None. p_starts: of
+    `sequence_of`.
     """
-    row_block, bh = program(Tq, BM)
-    row_block = tl.cdiv(Tq, BM) - 1 - row_block  # causal: the long rows first
-    p_k = head_of(p_k, bh, H, sk_b, sk_h)
-    p_v = head_of(p_v, bh, H, sv_b, sv_h)
-    p_norm += bh.to(tl.int64) * Tk
+    row_block, bh, origin, length = sequence_of(p_starts, Tq, H, BM, True)  # causal: the long rows first
+    p_x = head_of(p_x, bh, H, sx_b, sx_h) + origin * sx_t
+    p_k = head_of(p_k, bh, H, sk_b, sk_h) + origin * sk_t
+    p_v = head_of(p_v, bh, H, sv_b, sv_h) + origin * sv_t
+    p_norm += bh.to(tl.int64) * Tk + origin
+    first_row = bh.to(tl.int64) * Tq + origin
+    if p_starts is not None:
+        Tq, Tk = length, length
     scale = LOG2_E * inverse_variance(p_log_sigma, bh % H, BOUND)
     o_t = row_block * BM + tl.arange(0, BM)
     o_i = o_t + (Tk - Tq)  # the last query is aligned with the last key
     num_queries, num_keys = seen_rows(p_lengths, bh // H, Tq, Tk, before, OWN_KEYS, HAS_BEFORE)
-    b_q = load_tile(head_of(p_x, bh, H, sx_b, sx_h), o_t, sx_t, num_queries, D, BLOCK_D, True)
+    b_q = load_tile(p_x, o_t, sx_t, num_queries, D, BLOCK_D, True)
     b_max = tl.full([BM], LOWEST, tl.float32)
     if OWN_KEYS:
         b_norm = squared_norm(b_q)
@@ -113,7 +118,7 @@ def gka_forward_kernel(
     b_sum = tl.zeros([BM], tl.float32)
     first = row_block * BM + (Tk - Tq)
     last = tl.minimum(row_block * BM + BM, num_queries) - 1 + (Tk - Tq)
-    looked_at = partners(p_lengths, row_block * BM, num_queries, num_keys)
+    looked_at = partners(p_lengths, p_starts, row_block * BM, num_queries, num_keys)
     bounds = spans(first, last, looked_at, before, after, HAS_BEFORE, HAS_AFTER, BN)
     for span in tl.static_range(3):
         start, end = bounds[span], bounds[span + 1]
@@ -126,7 +131,7 @@ def gka_forward_kernel(
                     acc, b_sum, b_max, b_q, scale, p_k, p_v, p_norm, sk_t, sv_t, n0, o_i, num_keys, before, after, D,
                     BLOCK_D, TAIL if span == 2 else BN, NORM, OWN_KEYS, OWN_VALUES, HAS_BEFORE, HAS_AFTER,
                     span != 1)  # fmt: skip
-    rows = bh.to(tl.int64) * Tq + o_t
+    rows = first_row + o_t
     acc = clear(p_lengths, acc, o_t, num_queries)
     b_sum = clear(p_lengths, b_sum, o_t, num_queries, 1.0)
     if SPLIT:
@@ -137,7 +142,7 @@ def gka_forward_kernel(
             b_sum = tl.where(lost, 1.0, b_sum)
         b_sum += eps
         tl.store(p_level + rows, b_max + tl.log2(b_sum), mask=o_t < Tq)
-        p_y = head_of(p_y, bh, H, Tq * H * D, D)
+        p_y = head_of(p_y, bh, H, Tq * H * D, D) + origin * (H * D)
         store_tile(p_y, o_t, H * D, acc / b_sum[:, None], Tq, D, BLOCK_D)
         if OWN_KEYS:
             copy_rows(p_v, sv_t, p_y, H * D, o_t, lost, D, BLOCK_D)  # their limit is v_i

@@ -19,8 +19,9 @@ MIN_SPLIT = 256  # keys that a program of its own is worth
 
 
 def forward(
-    x, keys, values, log_sigma, lengths, before: int, after: int, constant_norm: bool, eps: float, bound: float, results
-) -> None:
+    x, keys, values, log_sigma, lengths, starts, before: int, after: int, constant_norm: bool, eps: float, bound: float,
+    results,
+) -> None:  # fmt: skip
     """Write the results of `op.attend`."""
     own_keys, own_values = keys is None, values is None
     y, level, norm = results
@@ -38,7 +39,7 @@ def forward(
         gka_norm_kernel[(programs,)](x, lengths, norm, *x.stride()[:3], heads, length, **sizes)
     decode = not own_keys and length <= DECODE_QUERIES
     config = table.pick("decode" if decode else "forward", x, shape["BLOCK_D"])
-    programs = batch * heads * triton.cdiv(length, config.rows)
+    programs = batch * heads * _row_blocks(length, config, starts)
     splits = _splits(x.device, programs, num_keys) if decode else 1
     chunk = triton.cdiv(triton.cdiv(num_keys, splits), config.columns) * config.columns
     splits = triton.cdiv(num_keys, chunk)
@@ -47,9 +48,9 @@ def forward(
         partial = x.new_empty((splits, batch, heads, length, shape["BLOCK_D"] + 2), dtype=torch.float32)
     strides = [stride for t in (x, keys, values) for stride in t.stride()[:3]]
     gka_forward_kernel[(programs, splits)](
-        x, keys, values, log_sigma, lengths, norm, y, level, partial, *strides, heads, length, num_keys, before, after,
-        chunk, eps, NORM=policy.value, OWN_KEYS=own_keys, OWN_VALUES=own_values, HAS_BEFORE=before >= 0,
-        HAS_AFTER=after >= 0, SPLIT=splits > 1, TAIL=_tail(config, num_keys, after >= 0 or lengths is not None),
+        x, keys, values, log_sigma, lengths, starts, norm, y, level, partial, *strides, heads, length, num_keys, before,
+        after, chunk, eps, NORM=policy.value, OWN_KEYS=own_keys, OWN_VALUES=own_values, HAS_BEFORE=before >= 0,
+        HAS_AFTER=after >= 0, SPLIT=splits > 1, TAIL=_tail(config, num_keys, after, lengths, starts),
         **_tiles(config), **shape)  # fmt: skip
     if splits > 1:
         sizes = dict(D=head_dim, BLOCK_D=shape["BLOCK_D"])
@@ -57,8 +58,8 @@ def forward(
 
 
 def backward(
-    grad_y, x, keys, values, log_sigma, lengths, y, level, norm, before, after, constant_norm: bool, bound: float,
-    gradients: list[torch.Tensor],
+    grad_y, x, keys, values, log_sigma, lengths, starts, y, level, norm, before, after, constant_norm: bool,
+    bound: float, gradients: list[torch.Tensor],
 ) -> None:  # fmt: skip
     """Write the gradients of `op.attend_backward`."""
     grad_y = grad_y.contiguous()
@@ -73,7 +74,8 @@ def backward(
     shape = dict(D=head_dim, BLOCK_D=block_of(head_dim), BOUND=bound)
     symmetric = table.find("symmetric", x, shape["BLOCK_D"]) if own_keys and own_values and before == after else None
     triangular = None
-    if symmetric is not None and before < 0 and lengths is None and not constant_norm and _may_add(x, grad_y):
+    whole = before < 0 and lengths is None and starts is None
+    if symmetric is not None and whole and not constant_norm and _may_add(x, grad_y):
         triangular = table.find("triangular", x, shape["BLOCK_D"])
 
     delta = torch.empty_like(level)
@@ -85,7 +87,7 @@ def backward(
     masked = dict(HAS_BEFORE=before >= 0, HAS_AFTER=after >= 0)
 
     def partials(config: Config) -> tuple[int, torch.Tensor]:
-        blocks = triton.cdiv(length, config.rows)
+        blocks = _row_blocks(length, config, starts)
         return batch * heads * blocks, x.new_empty((heads, batch * blocks), dtype=torch.float32)
 
     if triangular is not None:
@@ -106,21 +108,20 @@ def backward(
     elif symmetric is not None:
         programs, dls = partials(symmetric)
         gka_symmetric_kernel[(programs,)](
-            x, log_sigma, lengths, grad_y, norm, share, delta, dx, dls, *strides[:3], heads, length, before,
-            CONSTANT=constant_norm, HAS_REACH=before >= 0,
-            TAIL=_tail(symmetric, length, before >= 0 or lengths is not None), **_tiles(symmetric),
-            **shape)  # fmt: skip
+            x, log_sigma, lengths, starts, grad_y, norm, share, delta, dx, dls, *strides[:3], heads, length, before,
+            CONSTANT=constant_norm, HAS_REACH=before >= 0, TAIL=_tail(symmetric, length, before, lengths, starts),
+            **_tiles(symmetric), **shape)  # fmt: skip
     else:
         config = table.pick("queries", x, shape["BLOCK_D"])
         programs, dls = partials(config)
         gka_queries_kernel[(programs,)](
-            x, keys, values, log_sigma, lengths, grad_y, norm, level, delta, dx, dls, *strides, heads, length, num_keys,
-            before, after, CONSTANT=constant_norm, OWN_KEYS=own_keys, OWN_VALUES=own_values,
+            x, keys, values, log_sigma, lengths, starts, grad_y, norm, level, delta, dx, dls, *strides, heads, length,
+            num_keys, before, after, CONSTANT=constant_norm, OWN_KEYS=own_keys, OWN_VALUES=own_values,
             **masked, **_tiles(config), **shape)  # fmt: skip
         config = table.pick("keys", x, shape["BLOCK_D"])
-        gka_keys_kernel[(batch * heads * triton.cdiv(num_keys, config.rows),)](
-            x, keys, values, log_sigma, lengths, grad_y, norm, level, delta, dkeys, dvalues, *strides, heads, length,
-            num_keys, before, after, CONSTANT=constant_norm, OWN_KEYS=own_keys, OWN_VALUES=own_values,
+        gka_keys_kernel[(batch * heads * _row_blocks(num_keys, config, starts),)](
+            x, keys, values, log_sigma, lengths, starts, grad_y, norm, level, delta, dkeys, dvalues, *strides, heads,
+            length, num_keys, before, after, CONSTANT=constant_norm, OWN_KEYS=own_keys, OWN_VALUES=own_values,
             **masked, **_tiles(config), **shape)  # fmt: skip
     torch.sum(dls, dim=1, out=dlog_sigma)
 
@@ -143,10 +144,19 @@ def _tiles(config: Config) -> dict[str, int]:
     return dict(BM=config.rows, BN=config.columns, num_warps=config.warps, num_stages=config.stages)
 
 
-def _tail(config: Config, length: int, limited: bool) -> int:
-    """Width of the last tile, cut to what is left unless a mask makes several last tiles, or lengths other ones."""
+def _row_blocks(length: int, config: Config, starts: torch.Tensor | None) -> int:
+    """Programs for the rows of a head; with packed documents as many as `tiles.sequence_of` needs at most."""
+    return triton.cdiv(length, config.rows) if starts is None else length // config.rows + len(starts) - 1
+
+
+def _tail(config: Config, length: int, after: int, *parts: torch.Tensor | None) -> int:
+    """Width of the last tile, cut to what is left unless a mask makes several last tiles, or lengths other ones.
+
+    parts: lengths and starts of the sequences, or None.
+    """
     rest = length % config.columns
-    return config.columns if limited or rest == 0 else block_of(rest)
+    several = after >= 0 or any(part is not None for part in parts)
+    return config.columns if several or rest == 0 else block_of(rest)
 
 
 def _splits(device: torch.device, programs: int, num_keys: int) -> int:

@@ -16,7 +16,7 @@ from gka.request import GaussianRequest, Serves
 INSTALLED = importlib.util.find_spec("triton") is not None
 LARGEST_OFFSET = 2**31
 SERVES = Serves(
-    options=frozenset({"causal", "window", "lengths"}),
+    options=frozenset({"causal", "window", "lengths", "cu_seqlens"}),
     applies_eps=True,
     fused_on=("cuda",),
     dtypes=(torch.float32, torch.bfloat16, torch.float16),
@@ -54,8 +54,8 @@ def _missing(device: torch.device) -> str | None:
 def gaussian(request: GaussianRequest) -> torch.Tensor:
     """y, (B, Tq, H, D) in x.dtype; exponents are kept in float32."""
     *tensors, before, after = request.operands(_addressable)
-    lengths = None if request.lengths is None else request.lengths.contiguous()
-    return attend(*tensors, lengths, before, after, request.constant_norm, request.eps or 0.0)[0]
+    lengths, starts = (None if t is None else t.contiguous() for t in (request.lengths, request.cu_seqlens))
+    return attend(*tensors, lengths, before, after, request.constant_norm, request.eps or 0.0, starts)[0]
 
 
 def _addressable(t: torch.Tensor) -> torch.Tensor:
@@ -81,25 +81,27 @@ def gradients_like(x, keys, values, log_sigma) -> list[torch.Tensor]:
     "gka::attend",
     mutates_args=(),
     schema="(Tensor x, Tensor? keys, Tensor? values, Tensor log_sigma, Tensor? lengths, SymInt before, SymInt after, "
-    "bool constant_norm, float eps) -> (Tensor, Tensor, Tensor)",
+    "bool constant_norm, float eps, Tensor? cu_seqlens=None) -> (Tensor, Tensor, Tensor)",
 )
-def attend(x, keys, values, log_sigma, lengths, before, after, constant_norm, eps):
+def attend(x, keys, values, log_sigma, lengths, before, after, constant_norm, eps, cu_seqlens=None):
     """(y, level, norm): y (B, Tq, H, D); log2 of the row sums (B, H, Tq); squared norms (B, H, T), empty if keys are
     foreign or norms constant.
 
     keys None: x. values None: the keys. lengths: (B,) tokens of each row of keys, None: all. before, after:
-    how far a query looks, -1 without limit.
+    how far a query looks, -1 without limit. cu_seqlens: (documents + 1,) int32, contiguous, where the documents of the
+    only row begin, and T.
     """
     from gka.impl.triton.launch import forward
 
     results = output_like(x, keys, constant_norm)
     with torch.cuda.device_of(x):
-        forward(x, keys, values, log_sigma, lengths, before, after, constant_norm, eps, LOG_SIGMA_BOUND, results)
+        features = (x, keys, values, log_sigma, lengths, cu_seqlens)
+        forward(*features, before, after, constant_norm, eps, LOG_SIGMA_BOUND, results)
     return results
 
 
 @attend.register_fake
-def _(x, keys, values, log_sigma, lengths, before, after, constant_norm, eps):
+def _(x, keys, values, log_sigma, lengths, before, after, constant_norm, eps, cu_seqlens=None):
     return output_like(x, keys, constant_norm)
 
 
@@ -107,14 +109,16 @@ def _(x, keys, values, log_sigma, lengths, before, after, constant_norm, eps):
     "gka::attend_backward",
     mutates_args=(),
     schema="(Tensor grad_y, Tensor x, Tensor? keys, Tensor? values, Tensor log_sigma, Tensor? lengths, Tensor y, "
-    "Tensor level, Tensor norm, SymInt before, SymInt after, bool constant_norm) -> Tensor[]",
+    "Tensor level, Tensor norm, SymInt before, SymInt after, bool constant_norm, Tensor? cu_seqlens=None) -> Tensor[]",
 )
-def attend_backward(grad_y, x, keys, values, log_sigma, lengths, y, level, norm, before, after, constant_norm):
+def attend_backward(
+    grad_y, x, keys, values, log_sigma, lengths, y, level, norm, before, after, constant_norm, cu_seqlens=None
+):
     """[dx, dlog_sigma] and, if they are not x, dkeys, dvalues."""
     from gka.impl.triton.launch import backward
 
     gradients = gradients_like(x, keys, values, log_sigma)
-    features = (x, keys, values, log_sigma, lengths)
+    features = (x, keys, values, log_sigma, lengths, cu_seqlens)
     with torch.cuda.device_of(x):
         backward(grad_y, *features, y, level, norm, before, after, constant_norm, LOG_SIGMA_BOUND, gradients)
     return gradients
@@ -128,18 +132,18 @@ def _(grad_y, x, keys, values, log_sigma, *_):
 def _save(ctx, inputs, output):
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(*output[1:])
-    ctx.save_for_backward(*inputs[:5], *output)
+    ctx.save_for_backward(*inputs[:5], *output, inputs[9])
     ctx.limits = inputs[5:8]  # before, after, constant_norm
 
 
 def _differentiate(ctx, grad_y, grad_level, grad_norm):
     if grad_y is None:
-        return (None,) * 9
-    saved = ctx.saved_tensors
-    dx, dlog_sigma, *gradients = attend_backward(grad_y, *saved, *ctx.limits)
+        return (None,) * 10
+    *saved, cu_seqlens = ctx.saved_tensors
+    dx, dlog_sigma, *gradients = attend_backward(grad_y, *saved, *ctx.limits, cu_seqlens)
     gradients = iter(gradients)
     dkeys, dvalues = (None if t is None else next(gradients) for t in saved[1:3])
-    return dx, dkeys, dvalues, dlog_sigma, *[None] * 5
+    return dx, dkeys, dvalues, dlog_sigma, *[None] * 6
 
 
 def _refuse(ctx, *grads):

@@ -30,6 +30,44 @@ def program(T, BM: tl.constexpr):
 
 
 @triton.jit
+def programs_of(p_starts, T, H, BM: tl.constexpr):
+    """How many programs a head has."""
+    if p_starts is None:
+        return tl.cdiv(T, BM)
+    else:
+        return tl.num_programs(0) // H
+
+
+@triton.jit
+def sequence_of(p_starts, T, H, BM: tl.constexpr, LAST_FIRST: tl.constexpr):
+    """(row block, head bh, first row, rows) of this program: the block is counted from the first row of its sequence,
+    which is all T rows, or one of the documents that are packed into them.
+
+    p_starts: (documents + 1,) int32, where the documents begin, and T; or None. Document d has the programs from
+    starts[d] // BM + d on. Their number is at least cdiv(rows, BM), so that T // BM + documents are enough for all;
+    those that are left over have a block behind the last row.
+    """
+    count = programs_of(p_starts, T, H, BM)
+    place = tl.program_id(0) % count
+    if LAST_FIRST:
+        place = count - 1 - place
+    bh = tl.program_id(0) // count
+    if p_starts is None:
+        return place, bh, 0, T
+    else:
+        documents = count - T // BM
+        d = 0
+        for first_d in range(1, documents, 256):
+            o_d = first_d + tl.arange(0, 256)
+            b_start = tl.load(p_starts + o_d, mask=o_d < documents, other=T)
+            d += tl.sum(((o_d < documents) & (b_start // BM + o_d <= place)).to(tl.int32), 0)
+        # On a GPU nobody has looked at the numbers.
+        first = tl.minimum(tl.maximum(tl.load(p_starts + d, mask=d > 0, other=0), 0), T)
+        end = tl.minimum(tl.maximum(tl.load(p_starts + d + 1, mask=d + 1 < documents, other=T), first), T)
+        return tl.maximum(place - first // BM - d, 0), bh, first, end - first
+
+
+@triton.jit
 def seen_rows(p_lengths, b, Tq, Tk, before, OWN_KEYS: tl.constexpr, HAS_BEFORE: tl.constexpr):
     """(queries, keys) of batch row b, at its beginning; those behind them are padding, or queries that see no key.
 
@@ -48,9 +86,9 @@ def seen_rows(p_lengths, b, Tq, Tk, before, OWN_KEYS: tl.constexpr, HAS_BEFORE: 
 
 
 @triton.jit
-def partners(p_lengths, first, num_rows, count):
+def partners(p_lengths, p_starts, first, num_rows, count):
     """How many rows a block from `first` on looks at: `count`, or none for a block behind all `num_rows` rows."""
-    if p_lengths is None:
+    if p_lengths is None and p_starts is None:
         return count
     else:
         return tl.where(first < num_rows, count, 0)

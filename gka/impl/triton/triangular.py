@@ -120,7 +120,7 @@ def gka_triangular_kernel(x_rows, dy_rows, x_sum, p_x, p_dy, p_sum, p_log_sigma,
     acc -= b_total[:, None] * reload_tile(p_x, o_i, H * D, T, D, D).to(tl.float32)
     o_d = tl.arange(0, D)
     tl.atomic_add(p_sum + o_i[:, None] * (H * D) + o_d[None, :], acc, mask=o_i[:, None] < T, sem="relaxed")
-    store_partial(p_dls, b_dls / inverse, p_log_sigma, bh, H, block, blocks, BOUND)
+    store_partial(p_dls, b_dls / inverse, p_log_sigma, bh, H, blocks, BOUND)
 
 
 @triton.jit
