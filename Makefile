@@ -11,7 +11,7 @@
 ##   NNODES=1 RDZV=host:port    machines of NGPU processes, and where they meet
 ##   RESTARTS=0                 how often a crashed training is started again
 ##   RUN=folder                 evaluated, sampled or exported; default: BASE/runs/dDEPTH-gka (figures: the demo's)
-##   DATA=folder                images in train/ and val/; or hf:NAME, hf-stream:NAME, wds:FOLDER, digits
+##   DATA=folder                images in train/ and val/; or hf:NAME, hf-stream:NAME, wds:FOLDER, digits, cifar10
 ##   MODEL=name                 any timm name, in place of the target's own
 ##   IMAGE=file TEXT='...'      what figures and report draw
 ##   PROMPT='The'               what sample continues
@@ -41,6 +41,8 @@ SEQ        ?= 512
 endif
 ifneq (,$(filter pretrain-small,$(GOALS)))
 DEPTH      ?= 4
+endif
+ifneq (,$(filter pretrain-small train-small,$(GOALS)))
 NGPU       ?= 1
 endif
 BASE       ?= out
@@ -225,6 +227,19 @@ train-deit-ti-vlt train-deit-s-vlt train-deit-b-vlt:  VIT_KIND = _vlt
 train-deit-ti:  ## GKA on DATA (-s, -b: larger; -ti-base: softmax; -ti-vlt: VLT)
 $(addprefix train-deit-,ti s b ti-base s-base b-base ti-vlt s-vlt b-vlt): check $(ENV)
 	$(TRAIN_VIT) --model $(or $(MODEL),deit_$(VIT_SIZE)$(VIT_KIND)_patch16_224) $(FLAGS)
+
+# The study's recipe for CIFAR-10, with spatial offsets: the recommended form on images, with the four heads that it
+# needs. The input size is that of the images, and a patch an eighth of it.
+# Trains:    515,650 parameters on CIFAR-10: 8 epochs, 3,120 updates
+# Minutes:   2 an epoch on one core of a server, with ARGS="--amp bfloat16" (the study's 360 to 580 images/s)
+# Expected:  67.1 % top-1 of the averaged weights, the study's mean of five seeds
+# Then:      make eval-deit RUN=out/runs/small-cifar10
+SMALL_RUN = small-$(subst |,$(SPACE),$(notdir $(abspath $(subst :,/,$(subst $(SPACE),|,$(DATA))))))
+train-small: check $(ENV)  ## a small GKA on DATA, in minutes an epoch on a CPU (DATA=folder, hf:NAME, cifar10)
+	$(TRAIN_VIT) --model $(or $(MODEL),deit_tiny_gka_patch16_224) --model-tag '$(SMALL_RUN)' --input-size -1 \
+	  --patch-size -1 --model-kwargs embed_dim=96 depth=6 num_heads=4 spatial_offsets=LRUB --epochs 8 \
+	  --batch-size 128 --lr 0.016 --warmup-epochs 1 --model-ema-decay 0.998 --drop-path 0 --repeated-aug 1 \
+	  --mixup 0 --cutmix 0 --aa= --reprob 0 --scale 0.6 1 --crop-pct 1 $(FLAGS)
 
 eval-deit: check $(ENV)  ## top-1 and top-5 of a run on its own images, or DATA
 	$(LAUNCH) deit_gka.evaluate --run '$(or $(RUN),$(BASE)/runs/$(or $(MODEL),deit_tiny_gka_patch16_224))' \

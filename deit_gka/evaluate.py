@@ -54,8 +54,8 @@ class EvaluateConfig(DataParts):
     pretrained: bool = False
     """Take timm's weights for --model."""
     data: Annotated[str, Group.DATA] = ""
-    """A folder with train/ and val/ (class folders or tars), hf:NAME, hf-stream:NAME, wds:FOLDER or digits; empty = the
-    run's."""
+    """A folder with train/ and val/ (class folders or tars) or of parquet, hf:NAME, hf-stream:NAME, wds:FOLDER, digits,
+    cifar10; empty = the run's."""
     split: Annotated[Literal["val", "train"], Group.DATA] = "val"
     """Which images to evaluate on."""
     crop_pct: Annotated[float, Bounds(0, 1, open_least=True, other=(-1, "the run's"))] = -1.0

@@ -48,8 +48,8 @@ class Recipe:
     """Learning rate at the end of the cosine (paper: 1e-6; DeiT 1e-5)."""
 
     # Augmentation
-    input_size: Annotated[int, Bounds(1, 8192), Group.AUGMENTATION] = 224
-    """Pixels a side (paper: 224)."""
+    input_size: Annotated[int, Bounds(1, 8192, other=(-1, "the images'")), Group.AUGMENTATION] = 224
+    """Pixels a side (paper: 224); -1 = about the smaller side of the images, between 32 and 224."""
     mean: Annotated[Colour, Bounds(0, 1), Group.AUGMENTATION] = IMAGENET_DEFAULT_MEAN
     """Mean of red, green and blue, which is taken from every pixel (DeiT: ImageNet's)."""
     std: Annotated[Colour, Bounds(0, 1, open_least=True), Group.AUGMENTATION] = IMAGENET_DEFAULT_STD

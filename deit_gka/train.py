@@ -33,7 +33,7 @@ from deit_gka.training.compiled import compiled_by_blocks, has_blocks
 from deit_gka.training.config import TrainConfig
 from deit_gka.training.distillation import Objective, load_teacher
 from deit_gka.training.engine import Mixer, accumulate_gradients, bandwidths, evaluate
-from deit_gka.training.images import Fetch, Meter, RunImages
+from deit_gka.training.images import Fetch, Meter, RunImages, fitted
 from deit_gka.training.optim import load_state_tensors, make_average, make_optimizer, make_schedule, state_tensors
 from gka import bandwidth_warnings
 from trainkit_gka import cli, compiling, hardware
@@ -146,7 +146,7 @@ class Trainer(BaseTrainer):
         pieces = f"{len(order.pieces)} x {len(order.pieces[0].places)} images each"
         printed = self.runtime.print
         printed(f"{config.model}{attention}: {parameters:,} parameters{flops}")
-        printed(f"{config.data}: {counts} in {len(images.classes)} classes")
+        printed(f"{config.data}: {counts} in {len(images.classes)} classes, {config.input_size} pixels a side")
         printed(
             f"{config.epochs} epochs of {updates}: {self.runtime.world_size} x {device.type}, {pieces}; "
             f"peak learning rate {config.scaled_lr:.4g}; {images.num_workers} loading workers each"
@@ -363,7 +363,8 @@ def accuracy_text(values: dict[str, Any]) -> str:
 
 
 def main(config: TrainConfig) -> None:
-    launch(config, Trainer)
+    config.check()  # before its images are looked at
+    launch(fitted(config), Trainer)
 
 
 if __name__ == "__main__":

@@ -14,12 +14,6 @@ from trainkit_gka import gpus
 
 LEAST = {"DEPTH": 1, "NGPU": 0, "NNODES": 1, "RESTARTS": 0, "SHARDS": 2, "VOCAB": 265, "SEQ": 1}
 MOST = {"SHARDS": 1823, "VOCAB": 65536, "SEQ": 2**20}
-# A small vision model that learns digits in a minute or two, without the augmentation that large ones need.
-SMALL_VISION = (
-    "--device-type cpu --input-size 32 --model-kwargs embed_dim=64 depth=2 num_heads=2 --epochs 40 --batch-size 16 "
-    "--lr 0.2 --repeated-aug 1 --mixup 0 --cutmix 0 --aa= --reprob 0 --hflip 0 --scale 0.8 1 --model-ema-decay 0.99 "
-    "--eval-every 5 --warmup-epochs 0"
-)
 FOLDERS = (
     "Give DATA=folder with train/ and val/ (ImageNet as class folders, or webdataset tars) "
     'or DATA=hf:ILSVRC/imagenet-1k (after "hf auth login")'
@@ -38,7 +32,7 @@ def check(targets, settings):
     for target in targets:
         if target.startswith("pretrain-d20"):
             check_gpu(settings)
-        elif target.startswith("train-deit-") or target == "ablate-projections":
+        elif target.startswith("train-deit-") or target in ("ablate-projections", "train-small"):
             check_images(target, settings)
 
 
@@ -71,22 +65,23 @@ def check_gpu(settings):
 
 
 def check_images(target, settings):
-    """Raises Problem if there are no images, or a vision model would be trained on a CPU unasked."""
+    """Raises Problem if there are no images, or a vision model of the paper would be trained on a CPU unasked."""
     data = settings.get("DATA", "")
+    is_small = target == "train-small"
     if not data:
-        missing = "no images" if has_device(settings) else "no images and no GPU"
-        raise Problem(f'{missing}. {FOLDERS}, or run "make demo", which needs neither')
+        missing = "no images" if is_small or has_device(settings) else "no images and no GPU"
+        rest = "or DATA=cifar10 or digits" if is_small else 'or run "make demo", which needs neither'
+        raise Problem(f"{missing}. {FOLDERS}, {rest}")
     form, _, place = data.partition(":")
     folder = place if form == "wds" else data
-    if folder != "digits" and form not in ("hf", "hf-stream") and not os.path.isdir(os.path.expanduser(folder)):
+    named = folder in ("digits", "cifar10") or form in ("hf", "hf-stream")
+    if not named and not os.path.isdir(os.path.expanduser(folder)):
         raise Problem(f"DATA={data}: there is no such folder. {FOLDERS}")
-    if not has_device(settings):
-        small = {**settings, "BASE": settings.get("BASE", "out") + "/small"}
-        small["ARGS"] = (SMALL_VISION + " " + settings.get("ARGS", "")).strip()
+    if not is_small and not has_device(settings):
         raise Problem(
             "no GPU is visible, and 300 epochs would take years without one. "
-            'Run "make demo", or train a small one on a CPU: make {}{}'.format(
-                target, words(small, "DATA", "BASE", "ARGS")
+            'Run "make demo", or train a small one on a CPU: make train-small{}'.format(
+                words(settings, "DATA", "BASE", "ARGS")
             )
         )
 

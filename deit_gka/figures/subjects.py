@@ -19,7 +19,7 @@ from timm.data import ImageNetInfo, infer_imagenet_subset
 from timm.models import VisionTransformer
 from torch import nn
 
-from deit_gka.data.sources import BrokenImage, DataParts, ImageStream, decode, open_source
+from deit_gka.data.sources import CIFAR10, BrokenImage, DataParts, ImageStream, decode, open_source
 from deit_gka.data.transforms import eval_transform
 from deit_gka.figures.maps import LayerMaps, Tokens, attention_maps
 from deit_gka.model import checkpoints
@@ -180,7 +180,7 @@ def _held_out_images(state: dict[str, Any], network: bool) -> dict[str, Image.Im
     Raises UserError or PassingFault if these images are not here.
     """
     data = state["trained_on"]
-    if data.startswith(("hf:", "hf-stream:")) and not network:
+    if (data == CIFAR10 or data.startswith(("hf:", "hf-stream:"))) and not network:
         raise UserError(f"{data} would need the network")
     source = open_source(data, "val", DataParts(**state["parts"]))
     stream = isinstance(source, ImageStream)

@@ -41,8 +41,8 @@ def compiled_by_blocks(model: nn.Module) -> nn.Module:
 def place_stochastic_depth(blocks: nn.ModuleList | nn.Sequential) -> None:
     """Put ours in the place of timm's DropPath. Blocks of rate 0, where timm has Identity, get it too."""
     names = {name for block in blocks for name, layer in block.named_modules() if isinstance(layer, DropPath)}
+    device = next(blocks.parameters()).device
     for block in blocks:
-        device = next(block.parameters()).device
         for name, layer in list(block.named_modules()):
             if name in names and isinstance(layer, (DropPath, nn.Identity)):
                 block.set_submodule(name, StochasticDepth(getattr(layer, "drop_prob", 0.0), device))

@@ -23,12 +23,15 @@ class TrainConfig(Recipe, DataParts, RunConfig):
     """Any timm name: deit_{tiny,small,base}_{gka,vlt}_patch16_224, deit_tiny_patch16_224 (softmax), ..."""
     model_kwargs: Annotated[tuple[str, ...], Group.MODEL] = ()
     """Arguments for timm, e.g. sigma_squared=1.0 depth=4."""
+    patch_size: Annotated[int, Bounds(0, 8192, other=(-1, "an eighth")), Group.MODEL] = 0
+    """Pixels a side of a patch; 0 = the model's own; -1 = 4, 8 or 16, whichever is nearest to input_size/8."""
     attention: Annotated[str, Group.MODEL] = ""
     """A (softmax), G (gka) and V (vlt) by layer, tiled, such as GGGA, or one kind's name; empty takes the model's."""
     initial_weights: MayChange[Annotated[str, Group.MODEL]] = ""
     """Start from what fits of a file (.safetensors, or .pth as DeiT's), a run or exported folder, or a timm name."""
     data: MayChange[Annotated[str, Group.DATA]] = ""
-    """A folder with train/ and val/ (class folders or tars), hf:NAME, hf-stream:NAME, wds:FOLDER or digits."""
+    """A folder with train/ and val/ (class folders or tars) or of parquet, hf:NAME, hf-stream:NAME, wds:FOLDER, digits,
+    cifar10."""
     model_tag: MayChange[str] = ""
     """Name of the run; empty takes the model's."""
 
@@ -76,6 +79,8 @@ class TrainConfig(Recipe, DataParts, RunConfig):
         arguments = parse_kwargs(self.model_kwargs)
         for key in fixed.keys() & arguments.keys():
             raise UserError(f"--model-kwargs cannot set {key} in training: it is {fixed[key]}")
+        if self.patch_size and "patch_size" in arguments:
+            raise UserError("--patch-size and --model-kwargs both set the size of a patch; give one of them")
         if self.attention:
             if arguments.keys() & {"attention", "attn_layer"}:
                 raise UserError("--attention and --model-kwargs both choose the attention; give one of them")

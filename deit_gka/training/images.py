@@ -1,22 +1,58 @@
 """The images of a run: their order, the worker processes that load them, and how long training waits for them."""
 
+import contextlib
+import statistics
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from deit_gka.data import workers
 from deit_gka.data.batch import ImageBatch, Images, assemble
 from deit_gka.data.order import Order
-from deit_gka.data.sources import ImageStream, check_classes, located
+from deit_gka.data.sources import BrokenImage, ImageStream, check_classes, decode, located
 from deit_gka.data.sources.base import check_parts, list_hash
 from deit_gka.data.transforms import eval_transform, train_transform
 from deit_gka.data.workers import BatchLoader, batches, evaluation_batches
-from deit_gka.model.checkpoints import open_data, trained_on
+from deit_gka.model.checkpoints import open_data, parse_kwargs, trained_on
 from deit_gka.training.config import TrainConfig
 from trainkit_gka.cli import UserError
 from trainkit_gka.distributed import Runtime
+
+SIDES = (32, 224)  # of --input-size -1
+PATCHES = (4, 8, 16)  # of --patch-size -1
+LOOKED_AT = 16  # images, for their size
+
+
+def fitted(config: TrainConfig) -> TrainConfig:
+    """`config` with an input size and patches for its images where those are -1, and --patch-size in --model-kwargs.
+
+    Raises UserError if there are no images, or their size cannot be found out.
+    """
+    size, patch, keywords = config.input_size, config.patch_size, config.model_kwargs
+    if size < 0:
+        size = min(max(typical_side(config), SIDES[0]), SIDES[1])
+    if patch < 0:
+        patch = min(PATCHES, key=lambda side: abs(side - size / 8))
+    if patch:
+        keywords += (f"patch_size={patch}",)
+    if config.input_size < 0:
+        size -= size % (patch or parse_kwargs(keywords).get("patch_size", 16))
+    return replace(config, input_size=size, patch_size=0, model_kwargs=keywords)
+
+
+def typical_side(config: TrainConfig) -> int:
+    """The median of the smaller sides of some training images, which are spread over all classes, in pixels."""
+    source, sides = open_data(config.data, "train", config.folder, config), []
+    if isinstance(source, ImageStream):
+        raise UserError(f"--input-size -1 needs images that are stored, and {config.data} is a stream; give the size")
+    for index in range(0, len(source), max(1, len(source) // LOOKED_AT)):
+        with contextlib.suppress(BrokenImage, OSError):
+            sides.append(min(decode(source.read(index)[0]).size))
+    if not sides:
+        raise UserError(f"{config.data}: no image that was looked at can be read; give --input-size")
+    return statistics.median_low(sides)
 
 
 class RunImages:

@@ -99,6 +99,21 @@ def test_datasets_of_parquet_and_of_image_files(form, parquet, tmp_path):
         assert [[value for value, _ in values_and_labels(part)] for part in parts] == [[0, 1, 2, 3], [4, 5]]
 
 
+def test_cifar10_is_a_folder_here_or_the_hubs(tmp_path, monkeypatch):
+    """Its test images may be its validation images, as those of no other data."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(datasets, "get_dataset_config_names", Mock(side_effect=ConnectionError("Couldn't reach it")))
+    with one_line_error("hf download uoft-cs/cifar10 .* --local-dir cifar10") as caught:
+        open_source("cifar10", "train")
+    assert caught.type is PassingFault
+    monkeypatch.undo()
+    monkeypatch.chdir(tmp_path)
+    for split, count in (("train", 4), ("test", 2)):
+        write_parquet(tmp_path / "cifar10", split, [count])
+    assert [len(open_source("cifar10", split)) for split in ("train", "val")] == [4, 2]
+    assert len(open_source("./cifar10", "train")) == 4 and "--val-split" in error("./cifar10", "val")
+
+
 def test_datasets_that_cannot_serve_are_one_line(tmp_path, monkeypatch):
     """What is wrong with a dataset is a mistake; a network that fails is worth another try."""
     write_parquet(tmp_path / "a", "train", [2], features={"image": IMAGE, "id": NUMBER})

@@ -20,8 +20,11 @@ from deit_gka.data.seeds import seed_of
 from deit_gka.data.sources import open_source
 from deit_gka.data.transforms import eval_transform, train_transform
 from deit_gka.data.workers import batches, evaluation_batches
-from deit_gka.model.checkpoints import build
+from deit_gka.model.checkpoints import build, parse_kwargs
+from deit_gka.training.config import TrainConfig
 from deit_gka.training.engine import evaluate
+from deit_gka.training.images import fitted
+from tiny import one_line_error
 from tiny_images import CPU, Numbers, drawn, runtime, small_recipe, union
 from tiny_vision import SHAPE, SIZE, encoded, photo, write_pictures
 from trainkit_gka.cli import UserError
@@ -90,6 +93,42 @@ def test_groups_are_the_samples_of_timms_seven_gpus(count, batch_size, group_siz
         mine = [update[gpu + 7 * k].item for update in epoch for k in range(group_size)]
         assert len(mine) - len(reference) in (0, group_size) and mine[: len(reference)] == reference
         assert len(set(mine[:group_size])) == group_size  # copies of an image are apart
+
+
+SIZES = [  # smaller sides of images, flags; the input size and the patch
+    ((24, 30, 28), {}, 32, 4),  # at least 32
+    ((50, 66, 400), {}, 64, 8),  # the median
+    ((100, 100, 100), {}, 96, 16),
+    ((800, 301, 299), {}, 224, 16),  # at most 224
+    ((100, 100, 100), dict(patch_size=8), 96, 8),
+    ((100, 100, 100), dict(input_size=64), 64, 8),
+    ((100, 100, 100), dict(patch_size=0, model_kwargs=("patch_size=10",)), 100, 10),
+    ((100, 100, 100), dict(patch_size=0), 96, None),  # the model's own, 16
+]
+
+
+@pytest.mark.parametrize("sides, settings, size, patch", SIZES)
+def test_size_and_patches_are_those_of_the_images(sides, settings, size, patch, tmp_path):
+    """The same settings continue the run, whether they are given or found; a broken image does not count."""
+    folder = tmp_path / "train/cat"
+    folder.mkdir(parents=True)
+    for number, side in enumerate(sides):
+        photo(number, size=(side + 20, side)).save(folder / f"{number}.jpg")
+    (folder / "9.jpg").write_bytes(b"broken")
+    config = TrainConfig(
+        data=str(tmp_path), **{**dict(input_size=-1, patch_size=-1, model_kwargs=("depth=2",)), **settings}
+    )
+    got = fitted(config)
+    assert (got.input_size, parse_kwargs(got.model_kwargs).get("patch_size"), got.patch_size) == (size, patch, 0)
+    assert fitted(got) == got and fitted(TrainConfig()) == TrainConfig()
+
+
+def test_images_without_a_size_are_one_line(tmp_path):
+    (tmp_path / "train/cat").mkdir(parents=True)
+    (tmp_path / "train/cat/1.jpg").write_bytes(b"broken")
+    for data, message in ((str(tmp_path), "--input-size"), (str(tmp_path / "none"), "does not exist")):
+        with one_line_error(message):
+            fitted(TrainConfig(data=data, input_size=-1))
 
 
 def test_too_few_images_are_one_line():

@@ -6,13 +6,11 @@ from dataclasses import fields
 import pytest
 import torch
 
-import tiny_vision
 from deit_gka.recipe import Recipe
 from deit_gka.training.optim import make_average, make_optimizer, make_schedule
-from runs.check import SMALL_VISION
 from tiny import one_line_error
 from trainkit_gka.cli import flag_of
-from vision_runs import accuracy, micro
+from vision_runs import micro
 
 PAPER = dict(  # paper, section 4.1
     epochs=300, batch_size=7 * 256, group_size=256, lr=1e-3, weight_decay=0.05, opt_betas=(0.9, 0.999), clip_grad=1.0,
@@ -100,10 +98,3 @@ def test_average_without_warmup_is_deits():
     torch.testing.assert_close(average.module.weight, expected)
     assert make_average(model, Recipe(model_ema_warmup=False)).get_decay(None) == 0.99996
     assert make_average(model, Recipe(model_ema_decay=0.0)) is None
-
-
-@pytest.mark.slow
-def test_small_command_learns(tmp_path):
-    where = ["--data", "digits", "--out", tmp_path, "--results", tmp_path / "results.jsonl", "--model-tag", "run"]
-    tiny_vision.call("deit_gka.train", *where, *SMALL_VISION.split(), folder=tmp_path / "output")
-    assert accuracy(tmp_path) > 80

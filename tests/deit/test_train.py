@@ -262,6 +262,7 @@ MISTAKES = {
     "--model-kwargs img_size=64": "--input-size",
     "--model-kwargs depth=0": "--model-kwargs depth",
     "--input-size 18": "--input-size",
+    "--patch-size 4": "--patch-size",  # and in the model's arguments
     "--compile blocks --model resnet18 --model-kwargs": "--compile blocks",
 }
 

@@ -15,6 +15,8 @@ from pathlib import Path
 import pytest
 import tyro
 
+import tiny_vision
+import vision_runs
 from nanochat_gka.accounting import AccountingConfig, account
 from nanochat_gka.data import fineweb, tokenizer
 from nanochat_gka.train import TrainConfig
@@ -83,6 +85,13 @@ TRAIN = f"nanochat_gka.train --data out/packed/fineweb-170-32768-2048 {PLACES} -
 MEET = "trainkit_gka.torchrun --nnodes 2 --rdzv-backend c10d --rdzv-id gka --rdzv-endpoint first:29500"
 
 
+SMALL_VISION = (
+    "--input-size -1 --patch-size -1 --model-kwargs embed_dim=96 depth=6 num_heads=4 spatial_offsets=LRUB --epochs 8 "
+    "--batch-size 128 --lr 0.016 --warmup-epochs 1 --model-ema-decay 0.998 --drop-path 0 --repeated-aug 1 --mixup 0 "
+    "--cutmix 0 --aa= --reprob 0 --scale 0.6 1 --crop-pct 1"
+)
+
+
 @pytest.mark.parametrize(
     "target, settings, command",
     [
@@ -93,6 +102,8 @@ MEET = "trainkit_gka.torchrun --nnodes 2 --rdzv-backend c10d --rdzv-id gka --rdz
         ("train-deit-ti", dict(DATA="my images"), f"deit_gka.train --data 'my images' {PLACES} "
          "--model deit_tiny_gka_patch16_224"),
         ("train-deit-b-base", dict(DATA="x", MODEL="resnet18"), f"deit_gka.train --data x {PLACES} --model resnet18"),
+        ("train-small", dict(DATA="hf:me/my cats/", NGPU=""), f"deit_gka.train --data 'hf:me/my cats/' {PLACES} "
+         f"--model deit_tiny_gka_patch16_224 --model-tag 'small-my cats' {SMALL_VISION}"),
         ("eval-core", dict(BUNDLE="a b", RUN="x"), "nanochat_gka.eval_core --out out/core --bundle 'a b' --run x"),
         ("export", dict(RUN="my runs/d4/"), "nanochat_gka.export --run 'my runs/d4/' --out 'my runs/d4-export'"),
         ("demo", dict(NGPU="2", DEPTH="6"), "runs.demo --out out/demo --ranks 2 --depth 6 --wandb disabled"),
@@ -180,6 +191,9 @@ def test_a_process_is_started_for_each_visible_gpu(tree, selection, count):
     [
         ("pretrain-d20", dict(SEQ="64"), "no GPU is visible.* make pretrain-small SEQ=64$"),
         ("train-deit-ti", {}, 'no images and no GPU.* "make demo"'),
+        ("train-deit-ti", dict(DATA="cifar10", ARGS="--lr 1"), "no GPU.* make train-small DATA=cifar10 ARGS='--lr 1'$"),
+        ("train-small", {}, "no images.* DATA=cifar10"),
+        ("train-small", dict(DATA="photos"), "DATA=photos: there is no such folder"),
         ("ablate-projections", dict(DATA="wds:/nope"), "DATA=wds:/nope: there is no such folder"),
         ("tokenize", dict(SHARDS="1"), "SHARDS=1 must be a whole number between 2 and 1823"),
         ("eval-bpb", dict(DEPTH="0"), "DEPTH=0 must be"),
@@ -204,7 +218,17 @@ def test_the_small_command_that_is_suggested_runs(tree):
     assert tree.make(*words).returncode == 0
     [train] = tree.calls()
     assert train[train.index("--data") + 1] == "my images" and train[-2:] == ["--val-split", "the test"]
-    assert set(check.SMALL_VISION.split()) < set(train)
+    assert set(shlex.split(SMALL_VISION)) < set(train)
+
+
+@pytest.mark.slow
+def test_the_small_vision_model_learns_and_continues(tree):
+    for more in ("--stop-after 20", ""):
+        flags = f"{CPU} --num-workers 0 --epochs 12 --eval-every -1 {more}"
+        command = tree.lines("train-small", DATA="digits", BASE=str(tree.folder / "out"), ARGS=flags)[-1]
+        done = tiny_vision.call(*command, folder=tree.folder / "output")
+    assert "32 pixels a side" in done.stdout and "resuming at update 20" in done.stdout
+    assert vision_runs.accuracy(tree.folder / "out/runs", "small-digits") > 60
 
 
 @pytest.mark.parametrize("name", ["runs/check.py", "trainkit_gka/gpus.py"])

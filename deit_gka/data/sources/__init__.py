@@ -2,9 +2,11 @@
 
     DIR              a folder with train/<class>/*.jpg and val/<class>/*.jpg, or with webdataset tars
     wds:DIR          webdataset tars: DIR/*train*.tar and DIR/*val*.tar, or DIR/train/*.tar and DIR/val/*.tar
-    hf:NAME          a Hugging Face dataset with images and labels, from the hub or a local folder
+    hf:NAME          a Hugging Face dataset with images and labels, from the hub or a local folder; a folder of parquet
+                     files needs no hf:
     hf-stream:NAME   the same, read while training and never stored
     digits           scikit-learn's 1,797 digits of 8x8 pixels; no network
+    cifar10          a folder of that name, else the hub's; its test images are val
 
 Images stay encoded until `decode` makes them RGB, in the worker processes.
 """
@@ -21,12 +23,13 @@ from deit_gka.data.sources.classes import check_classes as check_classes
 from deit_gka.data.sources.decode import BrokenImage as BrokenImage
 from deit_gka.data.sources.decode import decode as decode
 from deit_gka.data.sources.folder import Folder, class_folders
-from deit_gka.data.sources.hub import Hub, ImageStream
+from deit_gka.data.sources.hub import CIFAR10, Hub, ImageStream
 from deit_gka.data.sources.tars import Tars, shards_of
 from trainkit_gka import extras
 from trainkit_gka.cli import UserError
 
-FORMS = "a folder with train/<class>/ and val/<class>/, wds:FOLDER, hf:NAME, hf-stream:NAME or digits"
+FORMS = "a folder with train/<class>/ and val/<class>/, wds:FOLDER, hf:NAME, hf-stream:NAME, digits or cifar10"
+HUB_CIFAR10 = "uoft-cs/cifar10"
 
 
 def open_source(data: str, split: Literal["train", "val"], parts: DataParts = NONE) -> ImageSource | ImageStream:
@@ -38,6 +41,8 @@ def open_source(data: str, split: Literal["train", "val"], parts: DataParts = NO
     if form in ("hf", "hf-stream") and rest:
         return (Hub if form == "hf" else ImageStream)(data, split, rest, parts)
     root = Path(os.path.expanduser(rest if form == "wds" else data)).absolute()
+    if data == CIFAR10 and not root.is_dir():
+        return Hub(data, split, HUB_CIFAR10, parts)
     if not root.is_dir():
         raise UserError(f"{data} {'is not a folder' if root.exists() else 'does not exist'}; data is {FORMS}")
     names = parts.split_names(split, FOLDERS[split])
@@ -46,6 +51,8 @@ def open_source(data: str, split: Literal["train", "val"], parts: DataParts = NO
     if shards and (form == "wds" or folder is None or not class_folders(folder)):
         parts.refuse(data, "data_config")
         return Tars(data, split, root, shards, parts)
+    if form != "wds" and folder is None and any(next(root.glob(name), None) for name in ("*.parquet", "*/*.parquet")):
+        return Hub(data, split, str(root), parts)
     if form == "wds" or folder is None:
         tars = f".tar files with {names[0]} in their names, nor in {names[0]}/"
         missing = f"{tars if form == 'wds' else f'{names[0]}/ folder'} (or name another by --{split}-split)"

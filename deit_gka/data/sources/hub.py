@@ -16,6 +16,7 @@ from trainkit_gka import extras
 from trainkit_gka.cli import PassingFault, UserError, flag_of, is_network, reason_of
 
 HUB_SPLITS = {"train": ("train",), "val": ("validation", "val", "valid")}
+CIFAR10 = "cifar10"  # data of this name: its test images may be its validation images
 LABEL_NAMES = ("label", "labels")  # of columns whose numbers or names are classes without --target-key
 PATH_NAMES = ("image", "image_path", "file_name", "filename", "path")  # of columns of paths without --input-key
 TEXT = ("string", "large_string", "string_view")
@@ -150,10 +151,10 @@ def _load(data: str, split: str, name: str, parts: DataParts, streaming: bool) -
     with _explained(data, name):
         config = _configuration(data, path, parts)
         splits = datasets.get_dataset_split_names(path, config)
-        chosen = _known(parts, split, splits)
+        chosen = _known(data, split, parts, splits)
         if chosen is None:
             part = " (a part of one is train[90%:])" if data.startswith("hf:") else ""
-            names = " or ".join(parts.split_names(split, HUB_SPLITS[split]))
+            names = " or ".join(_names(data, split, parts))
             raise UserError(f"{data} has no {names} split; choose by --{split}-split{part}: {', '.join(splits)}")
         load = functools.partial(datasets.load_dataset, path, config, streaming=streaming, cache_dir=cache)
         dataset = load(split=chosen)
@@ -164,7 +165,7 @@ def _load(data: str, split: str, name: str, parts: DataParts, streaming: bool) -
         if isinstance(features[label], datasets.ClassLabel):
             classes = features[label].names
         else:
-            classes = _unnamed(data, label, load, _known(parts, "train", splits) or chosen)
+            classes = _unnamed(data, label, load, _known(data, "train", parts, splits) or chosen)
             if features[label].dtype in TEXT:
                 numbers = {name: number for number, name in enumerate(classes)}
         dataset = dataset.select_columns([image, label]).cast_column(image, datasets.Image(decode=False))
@@ -187,7 +188,10 @@ def _explained(data: str, name: str):
             cause = cause.__cause__
         failed, hint = f"{data} cannot be loaded, {type(cause).__name__}: {reason_of(cause)}", ""
         if is_network(cause):
-            raise PassingFault(f"{failed}; check the network, or use a local copy") from None
+            folder = CIFAR10 if data == CIFAR10 else name
+            fetch = f"hf download {name} --repo-type dataset --local-dir {folder}"
+            advice = f"check the network, or fetch it on another machine and put the folder {folder} here: {fetch}"
+            raise PassingFault(f"{failed}; {advice}") from None
         if not os.path.exists(os.path.expanduser(name)):
             hint = f". A gated dataset needs its conditions accepted at https://huggingface.co/datasets/{name} and "
             hint += "`hf auth login`; or use a local copy"
@@ -206,10 +210,15 @@ def _configuration(data: str, path: str, parts: DataParts) -> str | None:
     return chosen
 
 
-def _known(parts: DataParts, split: str, splits: list[str]) -> str | None:
-    """The dataset's name of `split`, None without one. A test split is taken for validation only by name."""
-    names = parts.split_names(split, HUB_SPLITS[split])
-    return next((name for name in names if name.partition("[")[0] in splits), None)
+def _names(data: str, split: str, parts: DataParts) -> tuple[str, ...]:
+    """The names that `split` may have in a dataset. A test split is taken for validation only by name."""
+    test = ("test",) if data == CIFAR10 and split == "val" else ()
+    return parts.split_names(split, HUB_SPLITS[split] + test)
+
+
+def _known(data: str, split: str, parts: DataParts, splits: list[str]) -> str | None:
+    """The dataset's name of `split`, None without one."""
+    return next((name for name in _names(data, split, parts) if name.partition("[")[0] in splits), None)
 
 
 def _column(data: str, features: dict, name: str, field: str) -> str:
