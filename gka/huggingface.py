@@ -13,23 +13,18 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from gka import offsets
 from gka.api import gaussian_attention
 from gka.bandwidth import at_least_float32, initial_log_sigma
-from gka.offsets import HeadOffsets
+from gka.offsets import HeadOffsets, head_offsets, neighbours, spatial_pattern
 from gka.padding_and_masks import in_order
+from gka.parts import head_gates, scaled, settings_of
 
 NAME = "gka"  # of the attention, in a model's configuration
 OFFSETS = "gka_offsets"  # set in the configuration of a model whose layers have head offsets
 UNLIKE = ("opt", "whisper")  # model types that scale queries before they are compared
 CROSS = ("encoder_attn",)  # names of cross attention, beside those with "cross"
+OPTIONS = ("sigma_squared", "head_norm", "channel_bandwidths", "head_offsets", "head_gates", "spatial_offsets")
 PROJECTIONS = (("q_proj", "k_proj", "v_proj"), ("query", "key", "value"))  # names of a layer's three
-
-
-PRESETS: dict[str | None, dict[str, Any]] = {
-    None: {},
-    "text": dict(head_norm=True, head_offsets="PS", channel_bandwidths=True, head_gates=True),
-}
 
 
 def use_gka(
@@ -45,21 +40,18 @@ def use_gka(
 
     Args:
       sigma_squared: starting sigma^2 of every head; None means sqrt(head_dim), or head_dim / 4 with preset="text".
-      preset: None is the paper's form. "text" normalises heads and adds head offsets PS, channel bandwidths
-        (`log_scale`) and head gates (`head_gate`); positions are the model's. Cross attention stays in the paper's
-        form.
-      options: arguments of `GaussianKernelAttention` that win over the preset: head_norm, head_offsets,
-        channel_bandwidths, head_gates.
+      preset: as in `GaussianKernelAttention`: None is the paper's form, "text" for BERT and Llama, "image" for ViT.
+        Positions are the model's, as it adds or rotates them. "image" takes the grid of patches from the configuration,
+        with one token before them, or none. Cross attention stays in the paper's form.
+      options: head_norm, head_offsets, channel_bandwidths, head_gates and spatial_offsets win over the preset.
 
     Raises ValueError for a model without such layers, whose heads together are not as wide as the model, or which norms
-    or scales queries apart from keys; TypeError for an option that is none.
+    or scales queries apart from keys, or whose settings do not go with the preset; TypeError for another option.
     """
     from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
     if not isinstance(model, PreTrainedModel):
         raise ValueError(f"use_gka takes a model of transformers, got {type(model).__name__}")
-    if preset not in PRESETS:
-        raise ValueError(f"preset must be one of {', '.join(map(repr, PRESETS))}, got {preset!r}")
     AttentionInterface.register(NAME, _attend)
     AttentionMaskInterface.register(NAME, _padding)
     layers = [
@@ -82,11 +74,8 @@ def use_gka(
             raise ValueError(f"{path}: queries are not what the keys are there, which GKA needs")
         num_heads = getattr(layer, "num_heads", config.num_attention_heads)
         looks_elsewhere = any(part in CROSS or "cross" in part for part in path.lower().split(".")[-2:])
-        form = {} if looks_elsewhere else PRESETS[preset] | options
-        start = sigma_squared
-        if start is None and preset == "text" and not looks_elsewhere:
-            start = widths.pop() / num_heads / 4
-        parts = _parts(getattr(layer, names[0]).weight, num_heads, start, **form)
+        chosen = dict(preset=None) if looks_elsewhere else dict(preset=preset, **options)
+        parts = _parts(path, config, getattr(layer, names[0]).weight, num_heads, sigma_squared=sigma_squared, **chosen)
         changes.append((layer, names, dict(looks_elsewhere=looks_elsewhere, **parts)))
     for part in model.modules():
         if isinstance(part, PreTrainedModel):
@@ -107,27 +96,39 @@ def use_gka(
 
 
 def _parts(
-    weight: torch.Tensor,
-    num_heads: int,
-    sigma_squared: float | None,
-    head_norm: bool = False,
-    head_offsets: str = "",
-    channel_bandwidths: bool = False,
-    head_gates: bool = False,
+    path: str, config: Any, weight: torch.Tensor, num_heads: int, preset: str | None, **given: Any
 ) -> dict[str, Any]:
-    """What becomes of a layer whose projections were like `weight`, (C, C): parameters and settings by name."""
-    width, placed = len(weight), dict(device=weight.device)
-    start = (width // num_heads) ** 0.5 if sigma_squared is None else sigma_squared
-    gate = nn.Linear(width, num_heads, bias=False, dtype=weight.dtype, **placed) if head_gates else None
-    if gate is not None:
+    """What becomes of a layer whose projections were like `weight`, (C, C): its parameters and settings by name."""
+    if unknown := given.keys() - OPTIONS:
+        raise TypeError(f"use_gka takes {', '.join(OPTIONS)}, got {', '.join(sorted(unknown))}")
+    width, device = len(weight), weight.device
+    settings = settings_of(preset, width // num_heads, given)
+    pairing, pattern = head_offsets(settings["head_offsets"], num_heads), settings["spatial_offsets"]
+    if pairing is not None and pattern:
+        raise ValueError(
+            "head_offsets are for tokens in a row, spatial_offsets for patches on a grid: take one of them"
+        )
+    gate = None
+    if settings["head_gates"]:
+        gate = nn.Linear(width, num_heads, bias=False, device=device, dtype=weight.dtype)
         nn.init.zeros_(gate.weight)
     return dict(
-        log_sigma=nn.Parameter(initial_log_sigma(num_heads, start).to(**placed)),
-        log_scale=nn.Parameter(torch.zeros(width, **placed)) if channel_bandwidths else None,
+        log_sigma=nn.Parameter(initial_log_sigma(num_heads, settings["sigma_squared"]).to(device)),
+        log_scale=nn.Parameter(torch.zeros(width, device=device)) if settings["channel_bandwidths"] else None,
         head_gate=gate,
-        head_norm=head_norm,
-        pairing=offsets.head_offsets(head_offsets, num_heads),
+        head_norm=settings["head_norm"],
+        pairing=pairing,
+        spatial=(spatial_pattern(pattern, num_heads), _grid(path, config)) if pattern else None,
     )
+
+
+def _grid(path: str, config: Any) -> tuple[int, int]:
+    """(rows, columns) of a vision model's patches. Raises ValueError for another model."""
+    sizes = [getattr(config, name, None) for name in ("image_size", "patch_size")]
+    images, patches = (size if isinstance(size, (tuple, list)) else (size, size) for size in sizes)
+    if None in (*images, *patches):
+        raise ValueError(f"{path}: spatial offsets need a configuration with image_size and patch_size")
+    return images[0] // patches[0], images[1] // patches[1]
 
 
 class _Features(nn.Module):
@@ -146,7 +147,7 @@ class _Features(nn.Module):
         [layer] = self.layer
         heads = _normalised(layer, x.unflatten(-1, (len(layer.log_sigma), -1)))
         if layer.log_scale is not None:
-            heads = _normalised(layer, heads * layer.log_scale.exp().to(heads).view(heads.shape[2:]))
+            heads = _normalised(layer, scaled(heads, layer.log_scale.to(x.device).view(heads.shape[2:])))
         return heads.flatten(-2)
 
 
@@ -164,7 +165,7 @@ def _padding(
     if is_causal and kv_offset + kv_length != int(q_offset) + q_length:
         raise ValueError("GKA serves caches as long as what they hold: use the dynamic cache, not a static one")
     mask = flash_attention_mask(batch_size, q_length, kv_length, q_offset, kv_offset, **arguments)
-    if kv_offset and getattr(arguments["config"], OFFSETS, False):
+    if kv_offset and getattr(arguments.get("config"), OFFSETS, False):
         raise ValueError(
             "head offsets read a token that a cache of windows dropped: give past_key_values=DynamicCache()"
         )
@@ -206,11 +207,18 @@ def _attend(
     values = keys if same else _normalised(module, values)
     if module.pairing is not None:
         keys, values = _paired(module.pairing, keys, values, masks)
+    if module.spatial is not None:
+        pattern, (rows, columns) = module.spatial
+        prefix = values.shape[1] - rows * columns
+        if prefix not in (0, 1):
+            expected = f"{rows} x {columns} patches with one token before them, or none"
+            raise ValueError(f"spatial offsets need {expected}, got {values.shape[1]} tokens")
+        values = neighbours(values, pattern, (rows, columns), prefix)
     tensors: dict[str, Any] = dict(keys=None if keys is x else keys, values=None if values is keys else values)
     log_sigma = at_least_float32(module.log_sigma)
     y = gaussian_attention(x, log_sigma, **tensors, **masks, constant_norm=module.head_norm)
     if module.head_gate is not None:
-        y = y * (2 * torch.sigmoid(0.1 * module.head_gate(entered.flatten(2))))[..., None]
+        y = y * head_gates(module.head_gate(entered.flatten(2)))[..., None]
     return y, None
 
 

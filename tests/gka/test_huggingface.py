@@ -10,7 +10,7 @@ from peft import PromptTuningConfig, get_peft_model
 from safetensors.torch import load_file
 from torch import nn
 
-from gka import gaussian_attention
+from gka import GaussianKernelAttention, gaussian_attention
 from gka.huggingface import use_gka
 
 SIZES = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=64, vocab_size=50)
@@ -33,9 +33,10 @@ def bert(preset=None, seed=0, **options):
     return filled(use_gka(transformers.BertForSequenceClassification(config), preset=preset, **options))
 
 
-def vit(preset=None, **options):
+def vit(preset=None, seed=0, **options):
+    torch.manual_seed(seed)
     sizes = {name: size for name, size in SIZES.items() if name != "vocab_size"}
-    config = transformers.ViTConfig(**sizes, image_size=16, patch_size=4, num_labels=3)
+    config = transformers.ViTConfig(**sizes, image_size=(16, 24), patch_size=4, num_labels=3)
     return filled(use_gka(transformers.ViTForImageClassification(config), preset=preset, **options))
 
 
@@ -60,14 +61,14 @@ def test_padding_ids_do_not_move_real_tokens(preset):
         torch.testing.assert_close(y[row, :length], alone, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("build, preset", [(bert, None), (bert, "text"), (vit, None)])
+@pytest.mark.parametrize("build, preset", [(bert, None), (bert, "text"), (vit, None), (vit, "image")])
 def test_projections_are_gone_and_what_replaces_them_learns(build, preset):
     model, labels = build(preset), torch.tensor([0, 1, 2])
     names = [name for name, _ in model.named_parameters()]
     parts = ["log_sigma"] + ["log_scale", "head_gate.weight"] * (preset == "text")
     assert all(sum(name.endswith(part) for name in names) == 2 for part in parts)
     assert not any(part in name for name in names for part in ("query", "key.", "value", "q_proj", "k_proj", "v_proj"))
-    inputs = (torch.randn(3, 3, 16, 16),) if build is vit else (ids(), MASK)
+    inputs = (torch.randn(3, 3, 16, 24),) if build is vit else (ids(), MASK)
     model(*inputs, labels=labels).loss.backward()
     learned = [p for name, p in model.named_parameters() if name.endswith(tuple(parts))]
     assert all(p.grad is not None and p.grad.any() for p in learned)
@@ -97,6 +98,20 @@ def test_trainer_trains_it_and_what_it_saves_loads(tmp_path):
     again.load_state_dict(load_file(tmp_path / "model" / "model.safetensors"))
     for same in (again, copy.deepcopy(again)):
         assert torch.equal(same(ids(), attention_mask=MASK).logits, model.eval()(ids(), attention_mask=MASK).logits)
+
+
+@pytest.mark.parametrize("build, preset, named", [(bert, "text", {}), (vit, "image", dict(grid=(4, 6)))])
+def test_a_preset_is_that_of_the_layer(build, preset, named):
+    """Without rotary positions, which these models do not have."""
+    model, seen = build(preset).eval(), {}
+    layer = [part for part in model.modules() if hasattr(part, "log_sigma")][1]
+    layer.o_proj = nn.Identity()
+    layer.register_forward_hook(lambda _, given, result: seen.update(x=given[0], y=result[0]))
+    model(torch.randn(3, 3, 16, 24) if build is vit else ids())
+    want = GaussianKernelAttention(32, 4, preset=preset, rotary=False, bias=False)
+    nn.init.eye_(want.proj.weight)
+    want.load_state_dict(layer.state_dict(), strict=False)
+    torch.testing.assert_close(seen["y"].flatten(2), want(seen["x"], **named), rtol=1e-5, atol=1e-6)
 
 
 def test_the_preset_is_its_equations_in_a_model_that_rotates():
@@ -139,6 +154,12 @@ def test_a_decoder_is_causal_and_its_cache_agrees_with_whole_passes(preset):
     torch.testing.assert_close(torch.cat(parts, 1), logits, rtol=1e-4, atol=1e-4)
 
 
+def test_a_compiled_decoder_is_one_graph():
+    model, tokens = llama("text"), ids()
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    torch.testing.assert_close(compiled(tokens).logits, model(tokens).logits)
+
+
 def continued(model, rows, **options):
     tokens, options = torch.as_tensor(rows), dict(max_new_tokens=5, do_sample=False, eos_token_id=None, **options)
     return model.generate(input_ids=tokens, attention_mask=(tokens > 0).long(), **options)[:, -5:]
@@ -176,6 +197,15 @@ def test_what_it_cannot_change_is_named():
     with pytest.raises(ValueError, match="use the dynamic cache"):
         model = llama()
         model(ids(), past_key_values=transformers.StaticCache(config=model.config, max_cache_len=16))
+    config = transformers.ViTConfig(
+        hidden_size=48, num_attention_heads=3, num_hidden_layers=1, image_size=16, patch_size=4
+    )
+    with pytest.raises(ValueError, match="4 letters but there are 3 heads"):
+        use_gka(transformers.ViTModel(config), preset="image")
+    with pytest.raises(ValueError, match="4 x 6 patches with one token before them, or none, got 17 tokens"):
+        next(part for part in vit("image").modules() if hasattr(part, "log_sigma"))(torch.randn(1, 17, 32))
+    with pytest.raises(TypeError, match="got rotary"):
+        use_gka(transformers.ViTModel(config), rotary=10.0)
     with pytest.raises(ValueError, match=r"attention_mask as \(B, T\)"):
         bert("text")(ids(), attention_mask=torch.zeros(3, 1, 9, 9))
 
@@ -202,20 +232,28 @@ def test_a_model_that_is_refused_stays_as_it_was():
         (model, dict(preset="texts")),
         (model, dict(preset="image")),
     ]
-    for refused, options in [*cases, (model, dict(preset="text", head_offsets="X"))]:
+    for refused, options in [
+        *cases,
+        (model, dict(preset="text", head_offsets="X")),
+        (model, dict(head_offsets="P", spatial_offsets="L")),
+    ]:
         names = [name for name, _ in refused.named_parameters()]
-        with pytest.raises(ValueError, match=r"as wide as the model|sigma_squared|preset|head_offsets"):
+        with pytest.raises(
+            ValueError, match=r"as wide as the model|sigma_squared|preset|image_size|head_offsets|take one"
+        ):
             use_gka(refused, **options)
         assert names == [name for name, _ in refused.named_parameters()]
         assert refused.config._attn_implementation != "gka"
     assert torch.equal(model(ids()).last_hidden_state, y)
 
 
-def test_cross_attention_reads_the_encoder_and_every_part_is_changed():
+@FORMS
+def test_cross_attention_reads_the_encoder_and_every_part_is_changed(preset):
+    """In the paper's form, whatever the preset is."""
     torch.manual_seed(0)
     sizes = dict(d_model=32, encoder_layers=1, decoder_layers=1, encoder_ffn_dim=64, decoder_ffn_dim=64, vocab_size=50)
     heads = dict(encoder_attention_heads=4, decoder_attention_heads=2)
-    model = use_gka(transformers.BartModel(transformers.BartConfig(**sizes, **heads))).eval()
+    model = filled(use_gka(transformers.BartModel(transformers.BartConfig(**sizes, **heads)), preset=preset)).eval()
     layer, x, encoded = model.decoder.layers[0].encoder_attn, torch.randn(2, 6, 32), torch.randn(2, 6, 32)
     queries, keys = (t.unflatten(-1, (2, 16)) for t in (x, encoded))
     want = layer.out_proj(gaussian_attention(queries, layer.log_sigma, keys=keys).flatten(2))
@@ -223,6 +261,8 @@ def test_cross_attention_reads_the_encoder_and_every_part_is_changed():
     config = transformers.BertConfig(**SIZES, is_decoder=True, add_cross_attention=True)
     plain = transformers.BertModel(transformers.BertConfig(**SIZES))
     both = transformers.EncoderDecoderModel(encoder=plain, decoder=transformers.BertLMHeadModel(config))
-    use_gka(both)(input_ids=ids(), attention_mask=MASK, decoder_input_ids=ids(1)).logits.square().mean().backward()
+    use_gka(both, preset=preset)(
+        input_ids=ids(), attention_mask=MASK, decoder_input_ids=ids(1)
+    ).logits.square().mean().backward()
     sigmas = [p for name, p in both.named_parameters() if name.endswith("log_sigma")]
     assert len(sigmas) == 6 and all(p.grad is not None and p.grad.any() for p in sigmas)

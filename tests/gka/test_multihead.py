@@ -13,13 +13,23 @@ LENGTHS = torch.tensor([9, 4, 1])
 PADDING = torch.arange(9) >= LENGTHS[:, None]
 
 
-def encoder(**options):
+def filled(model):
+    """The model, with parameters that are zeros at first filled, so that they matter."""
+    for name, parameter in model.named_parameters():
+        if "log_scale" in name or "head_gate" in name:
+            nn.init.normal_(parameter, std=0.5 if "log_scale" in name else 5.0)
+    return model
+
+
+def encoder(preset=None, **options):
     torch.manual_seed(0)
     layer = nn.TransformerEncoderLayer(32, 4, 64, dropout=0.0, batch_first=True, **options)
-    return replace_multihead(nn.TransformerEncoder(layer, 2, enable_nested_tensor=not options))
+    return filled(replace_multihead(nn.TransformerEncoder(layer, 2, enable_nested_tensor=not options), preset=preset))
 
 
-@pytest.mark.parametrize("options", [dict(), dict(norm_first=True), dict(activation="gelu")], ids=str)
+@pytest.mark.parametrize(
+    "options", [dict(), dict(norm_first=True), dict(activation="gelu"), dict(preset="text")], ids=str
+)
 def test_padding_ids_do_not_move_real_tokens(options):
     """In training and, where torch has a fast path, in evaluation; equal to every sequence alone."""
     model, x = encoder(**options), torch.randn(3, 9, 32)
@@ -51,10 +61,26 @@ def test_it_computes_what_the_layer_computes():
     same((first(y), weights), (want, want_weights.mean(1)))
 
 
-def test_causal_masks_of_encoders_and_decoders():
+@pytest.mark.parametrize("preset", ["text", "image"])
+def test_a_preset_is_that_of_the_layer(preset):
+    """Without rotary positions, as models around torch's layer add their own; the patches are a square."""
+    torchs = GaussianMultiheadAttention(32, 4, preset=preset)
+    layer = filled(GaussianKernelAttention(32, 4, preset=preset, rotary=False, bias=True))
+    torchs.load_state_dict({name.replace("proj.", "out_proj."): t for name, t in layer.state_dict().items()})
+    x, mask = torch.randn(3, 10, 32), torch.ones(10, 10).triu(1).bool()
+    options = dict(attn_mask=mask) if preset == "text" else {}
+    y, weights = torchs(*[x.transpose(0, 1)] * 3, **options, average_attn_weights=False)
+    want = layer(x, attn_mask=~mask, need_weights=True) if options else layer(x, need_weights=True)
+    torch.testing.assert_close((y.transpose(0, 1), weights), want, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("preset", [None, "text"])
+def test_causal_masks_of_encoders_and_decoders(preset):
     """nn.Transformer whole: what comes later does not reach what is earlier."""
     torch.manual_seed(0)
-    model = replace_multihead(nn.Transformer(32, 4, 2, 2, 64, dropout=0.0, batch_first=True))
+    model = replace_multihead(nn.Transformer(32, 4, 2, 2, 64, dropout=0.0, batch_first=True), preset=preset)
+    gated = [name.split(".")[-2] for name, part in filled(model).named_modules() if name.endswith("head_gate")]
+    assert gated == ["self_attn"] * 4 * (preset == "text")
     source, target = torch.randn(2, 7, 32), torch.randn(2, 9, 32)
     causal = nn.Transformer.generate_square_subsequent_mask(9)
     y = model(source, target, tgt_mask=causal)
@@ -65,12 +91,16 @@ def test_causal_masks_of_encoders_and_decoders():
     assert not any(isinstance(module, nn.MultiheadAttention) for module in model.modules())
 
 
-def test_it_learns_is_copied_and_loaded():
-    model, x = encoder(), torch.randn(3, 9, 32)
+@pytest.mark.parametrize("preset", [None, "text"])
+def test_it_learns_is_copied_and_loaded(preset):
+    model, x = encoder(preset), torch.randn(3, 9, 32)
     model(x, src_key_padding_mask=PADDING)[~PADDING].square().mean().backward()
-    assert all(p.grad.any() for name, p in model.named_parameters() if name.endswith("log_sigma"))
+    learned = {name: p for name, p in model.named_parameters() if ".self_attn." in name}
+    assert all(p.grad.any() for p in learned.values())
+    names = {name.split(".self_attn.")[1] for name in learned} - {"out_proj.weight", "out_proj.bias"}
+    assert names == {"log_sigma", *(["log_scale", "head_gate.weight"] if preset else [])}
     torch.optim.SGD(model.parameters(), lr=0.1).step()
-    other = encoder()
+    other = encoder(preset)
     other.load_state_dict(model.state_dict())
     for same in (other, copy.deepcopy(model)):
         assert torch.equal(same(x), model(x))
@@ -85,6 +115,10 @@ def test_what_it_cannot_replace_is_named():
             replace_multihead(none)
     with pytest.raises(ValueError, match="num_heads must divide embed_dim"):
         GaussianMultiheadAttention(32, 5)
+    layer, x, other = GaussianMultiheadAttention(32, 4, preset="text"), torch.zeros(3, 2, 32), torch.ones(3, 2, 32)
+    for foreign, reason in (((other, other), "takes no context"), ((x, other), "values must be the keys")):
+        with pytest.raises(ValueError, match=reason):
+            layer(x, *foreign)
     with pytest.raises(ValueError, match="0 and minus infinity alone"):
         GaussianMultiheadAttention(32, 4)(*[torch.zeros(3, 2, 32)] * 3, key_padding_mask=torch.ones(2, 3))
 
@@ -94,8 +128,9 @@ def test_a_model_that_is_refused_stays_as_it_was():
     model = nn.ModuleList([good, nn.MultiheadAttention(32, 4, add_bias_kv=True)])
     x, before = torch.randn(2, 9, 32), [type(part) for part in model.modules()]
     y = good.eval()(x)
-    for refused, options in ((model, {}), (good, dict(sigma_squared=-1.0))):
-        with pytest.raises(ValueError, match=r"adds keys of its own|sigma_squared"):
+    cases = (model, {}), (good, dict(sigma_squared=-1.0)), (good, dict(preset="texts"))
+    for refused, options in cases:
+        with pytest.raises(ValueError, match=r"adds keys of its own|sigma_squared|preset"):
             replace_multihead(refused, **options)
         assert before == [type(part) for part in model.modules()]
         assert good.use_nested_tensor and torch.equal(good(x), y)
