@@ -138,7 +138,7 @@ class _Features(nn.Module):
     attention layer's, which is in a tuple, so that it is not a module of this one.
     """
 
-    def __init__(self, layer: nn.Module):
+    def __init__(self, layer: Any):
         super().__init__()
         self.layer = (layer,)
 

@@ -32,6 +32,7 @@ class GaussianMultiheadAttention(GaussianKernelAttention):
     # What torch's layers look at before they take their fast path.
     _qkv_same_embed_dim = False
     in_proj_weight = in_proj_bias = None
+    out_proj: nn.Linear
 
     def __init__(
         self,
@@ -51,10 +52,10 @@ class GaussianMultiheadAttention(GaussianKernelAttention):
         super().__init__(embed_dim, num_heads, preset=preset, bias=bias, sigma_squared=sigma_squared, **additions)
         self.embed_dim, self.batch_first = embed_dim, batch_first
         self.is_paper = preset is None and not any(additions.values())
-        self.out_proj = self._modules.pop("proj")  # torch's name
+        self.out_proj = self._modules.pop("proj")  # type: ignore[assignment]  # torch's name
 
     @property
-    def proj(self) -> nn.Module:
+    def proj(self) -> nn.Linear:  # type: ignore[override]
         """`out_proj`, by the name of `GaussianKernelAttention`."""
         return self.out_proj
 
@@ -98,10 +99,9 @@ class GaussianMultiheadAttention(GaussianKernelAttention):
 
     def _with_values(self, x, keys, values, need_weights: bool, mask: dict[str, Any]):
         """`forward` in the paper's form with values that are not the keys: (output, weights) or the output alone."""
-        features, keys, values = (
-            None if t is None else split_heads(name, t, self.dim, self.num_heads, weight_of(self.out_proj))
-            for name, t in (("query", x), ("key", keys), ("value", values))
-        )
+        sizes = self.dim, self.num_heads, weight_of(self.out_proj)
+        features, values = split_heads("query", x, *sizes), split_heads("value", values, *sizes)
+        keys = None if keys is None else split_heads("key", keys, *sizes)
         log_sigma = at_least_float32(self.log_sigma)
         y = self.out_proj(gaussian_attention(features, log_sigma, keys=keys, values=values, **mask).flatten(-2))
         return (y, gaussian_weights(features, log_sigma, keys=keys, **mask)) if need_weights else y
