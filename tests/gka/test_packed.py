@@ -1,5 +1,6 @@
 """Packed sequences: every document is as if it were called alone, in outputs and all gradients."""
 
+import random
 from dataclasses import replace
 from itertools import accumulate, pairwise
 
@@ -8,13 +9,20 @@ import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses import FakeTensorMode
 
-from gka import GaussianKernelAttention, dot_product_attention, gaussian_attention, gaussian_weights, select_impl
+from gka import (
+    GaussianKernelAttention,
+    dot_product_attention,
+    gaussian_attention,
+    gaussian_weights,
+    select_impl,
+    testing,
+)
 from gka.dispatch import IMPLEMENTATIONS
 from gka.impl import sdpa
 from gka.masking import Mask, document_bounds
 from gka.offsets import HeadOffsets
 from gka.testing import Problem, make_features
-from operator_cases import AUTO_ON_CPU, CPU, TRITON, check_parts, gradients
+from operator_cases import AUTO_ON_CPU, CPU, IMPLS, STRIDES, TRITON, check_parts, gradients
 
 DOCUMENTS = [0, 1, 7, 63, 1, 0, 130, 2, 0]  # their lengths
 NUM_TOKENS = sum(DOCUMENTS)
@@ -40,14 +48,18 @@ def places_of(lengths):
     return [slice(begin, end) for begin, end in pairwise(numbers) if end > begin]
 
 
-def packed_problem(form, mask, dtype, impl, lengths=DOCUMENTS):
+def packed_problem(form, mask, dtype, impl, lengths=DOCUMENTS, heads=2, head_dim=16):
     other_keys, with_values = FORMS[form]
     eps = 1e-6 if IMPLEMENTATIONS[impl].SERVES.applies_eps and not other_keys else 0.0
-    shape = (1, sum(lengths), 2, 16)
+    shape = (1, sum(lengths), heads, head_dim)
     problem = Problem.seeded("normal", shape, dtype, with_values=with_values, mask=mask, eps=eps)
     if dtype == torch.float64:
         problem = replace(problem, log_sigma=problem.log_sigma.double())
     return replace(problem, keys=make_features("normal", shape, dtype, seed=3)) if other_keys else problem
+
+
+def slack_of(dtype):
+    return 1e-6 if dtype in (torch.float16, torch.bfloat16) else 0.0
 
 
 @pytest.mark.parametrize("impl", PACKING)
@@ -59,8 +71,7 @@ def test_a_document_is_as_if_it_were_alone(form, impl):
     for mask, dtype in [*((mask, torch.float32) for mask in masks), *((MASKS[2], dtype) for dtype in dtypes)]:
         problem, options = packed_problem(form, mask, dtype, impl), dict(causal=mask.causal, window=mask.window)
         got = gradients(problem, impl, cu_seqlens=boundaries(DOCUMENTS), **options)
-        slack = 1e-6 if dtype in (torch.float16, torch.bfloat16) else 0.0
-        check_parts(problem, [(0, places, places) for places in places_of(DOCUMENTS)], got, slack=slack)
+        check_parts(problem, [(0, places, places) for places in places_of(DOCUMENTS)], got, slack_of(dtype))
 
 
 @pytest.mark.parametrize("impl", PACKING)
@@ -84,6 +95,50 @@ def test_nan_stays_in_its_document(mask, form, impl):
         torch.testing.assert_close(got[name][:, others], want[name][:, others], rtol=1e-5, atol=1e-6)
 
 
+def random_case_is_wrong(seed):
+    """What an implementation gets wrong of documents of random lengths, features and strides; None if it is right."""
+    draw = random.Random(seed)
+    lengths = [draw.choice([0, 1, 2, draw.randint(0, 40), draw.randint(0, 40)]) for _ in range(draw.randint(1, 9))] + [
+        1
+    ]
+    impl, form = draw.choice(["reference", "sdpa", *[AUTO_ON_CPU] * 3]), draw.choice(list(FORMS))
+    dtype = draw.choice([torch.float32, torch.float32, torch.bfloat16, torch.float16])
+    mask = Mask(draw.random() < 0.5, draw.choice([None, draw.randint(0, 50)]))
+    shape = draw.randint(1, 3), draw.choice([1, 3, 8, 17, 64, 128])
+    problem = packed_problem(form, mask, dtype, impl, lengths, *shape)
+    strides = {name: draw.choice(list(STRIDES.values())) for name in ("x", "keys", "values")}
+    problem = problem if draw.random() < 0.7 else replace(problem, grad_y=None)
+
+    def route(x, log_sigma, **tensors):
+        tensors = {name: None if t is None else strides[name](t) for name, t in tensors.items()}
+        options = dict(cu_seqlens=boundaries(lengths), causal=mask.causal, window=mask.window, impl=impl)
+        return gaussian_attention(strides["x"](x), log_sigma, **tensors, **options)
+
+    try:
+        got = testing.run(route, problem).named()
+        complete = packed_problem(form, mask, dtype, impl, lengths, *shape)
+        check_parts(complete, [(0, places, places) for places in places_of(lengths)], got, slack_of(dtype))
+    except Exception as error:
+        return f"seed {seed}, {impl}, {form}, {lengths}, {shape}, {dtype}, {mask}: {type(error).__name__}: {error}"
+    return None
+
+
+@pytest.mark.parametrize("first, last", [(0, 60), pytest.param(60, 1000, marks=pytest.mark.slow)])
+def test_random_documents_strides_and_dtypes(first, last):
+    wrong = list(filter(None, map(random_case_is_wrong, range(first, last))))
+    assert not wrong, "\n".join([f"{len(wrong)} cases", *wrong])
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_documents_are_served_or_refused_by_name(impl):
+    x, two = make_features("normal", (1, 9, 2, 16)), boundaries([4, 5])
+    if "cu_seqlens" in IMPLEMENTATIONS[impl].SERVES.options:
+        assert select_impl(x, cu_seqlens=two, impl=impl) == impl
+    else:
+        with pytest.raises(ValueError, match=f"{impl} does not serve cu_seqlens"):
+            select_impl(x, cu_seqlens=two, impl=impl)
+
+
 @pytest.mark.parametrize("impl", [CPU])
 @pytest.mark.parametrize("threads", [1, 3, 8])
 def test_documents_are_divided_among_threads(threads, impl):
@@ -95,8 +150,7 @@ def test_documents_are_divided_among_threads(threads, impl):
             problem = packed_problem(form, Mask(), dtype, impl, lengths)
             got = [gradients(problem, impl, cu_seqlens=boundaries(lengths)) for _ in range(2)]
             assert all(torch.equal(got[0][name], got[1][name]) for name in got[0])
-            slack = 1e-6 if dtype == torch.bfloat16 else 0.0
-            check_parts(problem, [(0, places, places) for places in places_of(lengths)], got[0], slack=slack)
+            check_parts(problem, [(0, places, places) for places in places_of(lengths)], got[0], slack_of(dtype))
     finally:
         torch.set_num_threads(before)
 

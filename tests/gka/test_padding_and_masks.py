@@ -14,7 +14,7 @@ from gka import gaussian_attention, gaussian_weights, select_impl, testing
 from gka.dispatch import IMPLEMENTATIONS
 from gka.masking import Mask
 from gka.testing import Problem, make_features, make_log_sigma
-from operator_cases import AUTO_ON_CPU, DEVICE, FUSED, IMPLS, TRITON, check_parts, gradients
+from operator_cases import AUTO_ON_CPU, DEVICE, FUSED, IMPLS, STRIDES, TRITON, check_parts, gradients
 
 LEARNING = ["reference", *FUSED["cpu"]]
 LENGTHS = [9, 4, 0, 1, 23, 23, 60]
@@ -281,15 +281,6 @@ def test_hidden_tokens_may_be_of_any_size(impl):
 
 
 # Random cases
-
-STRIDES = {
-    "as they come": lambda t: t,
-    "heads before tokens": lambda t: t.transpose(1, 2).contiguous().transpose(1, 2),
-    "tokens before rows": lambda t: t.transpose(0, 1).contiguous().transpose(0, 1),
-    "channels before tokens": lambda t: t.transpose(1, 3).contiguous().transpose(1, 3),
-    "a part of wider channels": lambda t: torch.cat([t, t.detach() + 1], -1)[..., : t.shape[-1]],
-    "every second token": lambda t: torch.stack([t, t.detach() + 1], 2).flatten(1, 2)[:, ::2],
-}
 
 
 def random_case(seed):

@@ -111,6 +111,16 @@ def check_parts(problem, parts, got, slack=0.0):
     assert reason is None, reason
 
 
+STRIDES = {
+    "as they come": lambda t: t,
+    "heads before tokens": lambda t: t.transpose(1, 2).contiguous().transpose(1, 2),
+    "tokens before rows": lambda t: t.transpose(0, 1).contiguous().transpose(0, 1),
+    "channels before tokens": lambda t: t.transpose(1, 3).contiguous().transpose(1, 3),
+    "a part of wider channels": lambda t: torch.cat([t, t.detach() + 1], -1)[..., : t.shape[-1]],
+    "every second token": lambda t: torch.stack([t, t.detach() + 1], 2).flatten(1, 2)[:, ::2],
+}
+
+
 def _cancelled(problem):
     """What rounding leaves of g_i.v_j - g_i.y_i where the two are equal, as for a query that sees one key: norms."""
     exact = problem.double().request()
