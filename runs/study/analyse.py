@@ -43,7 +43,7 @@ from trainkit_gka.cli import UserError, run
 from trainkit_gka.plots import BLACK, BLUE, GREEN, ORANGE, SKY, VERMILION
 from trainkit_gka.progress import console, read_lines
 
-PAGES = ("README.md", "runs/study/README.md", "runs/study/TABLES.md")
+PAGES = ("README.md", "docs/results.md", "runs/study/README.md", "runs/study/TABLES.md")
 TOKENS, FLOPS, TIME = AXES = ("equal tokens", "equal FLOPs", "equal time")
 NAMED = 5  # rows that an error names
 LEAST_FREEDOM = 4  # of an interval: five seeds, or three seeds at two places
