@@ -41,7 +41,7 @@ LOOKS = {
 }
 
 
-def panels(rows: int, columns: int, height: float, **shared: bool) -> tuple[Any, np.ndarray]:
+def panels(rows: int, columns: int, height: float, **shared: Any) -> tuple[Any, np.ndarray]:
     """A figure as wide as a page, and its axes in a row; nothing in it overlaps when it is saved."""
     figure, axes = subplots(rows, columns, figsize=(WIDTH, height), squeeze=False, **shared)
     figure.set_layout_engine("constrained")

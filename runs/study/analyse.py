@@ -514,25 +514,41 @@ def draw_time(study: Study, name: str, path: Path) -> None:
 
 
 def draw_quality(study: Study, name: str, path: Path) -> None:
-    """Loss against parameters and minutes after the longest training."""
-    figure, axes = panels(1, 2, 4.9, sharey=True)
+    """Differences from CONTROL with their intervals, against parameters and minutes, after the longest training."""
     cells = {form: study.at(form, LONGEST) for form in LOOKS if study.has(form, LONGEST)}
-    # One form far behind would leave the others no room: it stands at the top, with its loss in the legend.
-    ordered = sorted(cell.loss.mean() for cell in cells.values())
-    top = ordered[-2] + (ordered[-2] - ordered[0]) * 0.6 if len(ordered) > 2 else math.inf
-    for form, cell in cells.items():
-        mean, spread, look = cell.loss.mean(), cell.loss.std(), style(form, linestyle="none")
-        if mean > top:
-            look["label"] += f": {mean:.2f} ↑"
-        bar = 0 if math.isnan(spread) or mean > top else spread
-        for axis, cost in zip(axes, (cell.parameters.iloc[0] / 1e6, study.cost(form, LONGEST, TIME) / 60)):
-            axis.errorbar(cost, min(mean, top), bar, **look)
-    for axis, label in zip(axes, ("parameters, millions", "minutes of training, one thread of a CPU")):
-        axis.set(xlabel=label)
-        axis.margins(x=0.12, y=0.08)
-    axes[0].set_ylabel(LOSS)
+    over = {form: study.interval(form, CONTROL, LONGEST) for form in cells if form != CONTROL}
+    over[CONTROL] = Interval(0.0, math.nan, math.nan, 0)
+    ordered = sorted(one.value for one in over.values())
+    is_broken = len(ordered) > 2 and ordered[-1] - ordered[-2] > ordered[-2] - ordered[0]  # the axis, for one far away
+    heights = [1, 3] if is_broken else [1]
+    figure, axes = panels(len(heights), 2, 5.2, sharex="col", sharey="row", height_ratios=heights)
+    for row, column in itertools.product(range(len(heights)), range(2)):
+        axis = axes[2 * row + column]
+        for form in cells:
+            one, size = over[form], {PRESET: 13, RIVAL: 9}.get(form, 6)
+            cost = study.cost(form, LONGEST, TIME) / 60 if column else cells[form].parameters.iloc[0] / 1e6
+            bars = None if math.isnan(one.low) else [[one.value - one.low], [one.high - one.value]]
+            axis.errorbar(cost, one.value, bars, **style(form, linestyle="none", markersize=size))
+        axis.margins(x=0.12)
+        axis.set_xlim(left=0)
+    for axis in axes[-2:]:
+        axis.axhline(0, color="grey", linewidth=0.8)
+    if is_broken:
+        margin = (ordered[-2] - ordered[0]) * 0.4
+        axes[2].set_ylim(ordered[0] - margin, ordered[-2] + margin)
+        axes[0].set_ylim(ordered[-1] - margin / 2, ordered[-1] + margin / 2)
+        for upper, lower in zip(axes[:2], axes[2:]):
+            upper.spines.bottom.set_visible(False)
+            lower.spines.top.set_visible(False)
+            upper.tick_params(bottom=False)
+            cut = dict(marker=[(-1, -0.6), (1, 0.6)], markersize=9, linestyle="none", color="black", clip_on=False)
+            upper.plot([0, 1], [0, 0], transform=upper.transAxes, **cut)
+            lower.plot([0, 1], [1, 1], transform=lower.transAxes, **cut)
+    for axis, label in zip(axes[-2:], ("parameters, millions", "minutes of training, one thread of a CPU")):
+        axis.set_xlabel(label)
+    axes[-2].set_ylabel(f"loss minus that of {CONTROL}")
     millions = LONGEST[1] / 1e6
-    title = f"Loss against cost, four layers and {millions:.1f} million tokens of {name}: lower is better"
+    title = f"Loss against cost, four layers, {millions:.1f} million tokens of {name}: lower is better, bars are 95 %"
     finish(figure, axes, title, path)
 
 
