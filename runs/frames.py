@@ -10,6 +10,7 @@ import pandas as pd
 
 from trainkit_gka.cli import UserError
 from trainkit_gka.files import parse_json
+from trainkit_gka.results import with_chip
 
 RESULTS = Path(__file__).resolve().parent / "results"
 FACTS = ("date", "commit", "hardware", "torch")
@@ -78,7 +79,7 @@ def bench(name: str, results: Path | None = None, quick: bool = False) -> pd.Dat
         return pd.DataFrame(columns=[*FACTS, *columns, "form", "threads", "machine", "eager", "flops", "record"])
     lines = pd.concat(parts, ignore_index=True)
     lines["eager"] = ~lines.compiled & lines.groupby("group").compiled.transform("any")
-    lines["machine"] = lines.hardware.str.replace(r", \d+ threads?$", "", regex=True)
+    lines["machine"] = lines.hardware.map(with_chip).str.replace(r", \d+ threads?$", "", regex=True)
     known = [count for count in ("flops_per_token", "flops_per_image") if count in lines]
     lines["flops"] = lines[known].bfill(axis=1).iloc[:, 0] if known else None
     return lines

@@ -21,6 +21,7 @@ from trainkit_gka.progress import finite, read_lines
 PROJECT = Path(__file__).resolve().parents[1]
 CODE = ("*.py", "*.cpp", "*.h")  # the files whose change marks the commit with +
 CPUINFO = Path("/proc/cpuinfo")
+CHIPS = {"family 25 model 17": "Genoa", "family 26 model 2": "Turin"}
 
 
 def processor_name(cpuinfo: str) -> str:
@@ -47,8 +48,15 @@ def describe_hardware(device: torch.device) -> str:
 
 
 def hardware_of(record: dict[str, Any]) -> str:
-    """The hardware of a record, as `describe_hardware` names it. Older records have "1 threads"."""
-    return re.sub(r"\b1 threads$", "1 thread", str(record.get("hardware")))
+    """The hardware of a record, with the name of its chip if it tells. Older records have "1 threads"."""
+    return re.sub(r"\b1 threads$", "1 thread", with_chip(str(record.get("hardware"))))
+
+
+def with_chip(hardware: str) -> str:
+    """A description of hardware with the name of the chip, where it has a family and a model that are known."""
+    for numbers, name in CHIPS.items():
+        hardware = hardware.replace(numbers, name)
+    return hardware
 
 
 def is_processor(hardware: str) -> bool:

@@ -25,7 +25,7 @@ from runs.table import Row, Table, measured
 from trainkit_gka.cli import UserError, run
 from trainkit_gka.distributed import setup
 from trainkit_gka.progress import console
-from trainkit_gka.results import describe_hardware
+from trainkit_gka.results import describe_hardware, with_chip
 
 SOFTMAX, GKA = KINDS["softmax"].label, KINDS["gka"].label
 FULL, STEP = "forward+backward", "training"
@@ -322,7 +322,7 @@ def label(line: pd.Series) -> str:
 # The picture of speed-ups
 
 PICTURE = frames.RESULTS / "pictures" / "speed.png"
-TITLE = "How many times as fast GKA is as softmax attention on CPUs, in float32"
+TITLE = "How many times as fast GKA (the paper's form) is as softmax attention on CPUs, in float32"
 # The operator alone and then whole models, all float32; the tables have the other cases.
 DRAWN = {
     "attention": [*((case, FULL) for case in ("vit-ti", "vit-b", "lm-full", "lm-short-window")),
@@ -350,21 +350,26 @@ def speedups(results: Path | None = None) -> pd.DataFrame:
 
 
 def draw_speedups(frame: pd.DataFrame, path: Path) -> Path:
-    """The picture of `speedups`: a line for every case, a marker for every machine, open with one thread."""
-    cases = list(dict.fromkeys(frame.case))
+    """The picture of `speedups`: a line for every case, a marker for every machine, open with one thread.
+
+    Cases of the operator stand above those of whole models.
+    """
+    benchmarks = dict(zip(frame.case, frame.benchmark))
+    cases = list(benchmarks)
+    places = {case: number + 0.8 * (benchmarks[case] != "attention") for number, case in enumerate(cases)}
     texts = [textwrap.fill(case, 44) for case in cases]
     figure, [axis] = panels(1, 1, 1.6 + sum(0.2 + 0.16 * (1 + text.count("\n")) for text in texts))
     colour, markers = LOOKS[GKA].colour, dict(zip(dict.fromkeys(frame.machine), MARKERS))
     most = frame.groupby("machine").threads.max()
     for (machine, threads), timed in frame.groupby(["machine", "threads"], sort=False):
         name = machine.replace("(R)", "") if threads == most[machine] else "_"  # one entry of the legend a machine
-        heights = [cases.index(case) + (0.14 if threads == 1 else -0.14) for case in timed.case]
+        heights = [places[case] + (0.14 if threads == 1 else -0.14) for case in timed.case]
         face = "none" if threads == 1 else colour
         style = dict(linestyle="none", color=colour, markerfacecolor=face, markersize=6.5)
         axis.plot(timed.ratio, heights, markers[machine], label=name, **style)
     axis.axvline(1, color="#8c8c8c", linewidth=1, linestyle="--")
-    axis.set_yticks(range(len(cases)), texts)
-    axis.set(ylim=(len(cases) - 0.5, -0.5))
+    axis.set_yticks(list(places.values()), texts)
+    axis.set(ylim=(max(places.values()) + 0.5, -0.5))
     axis.set_xlabel(f"time of {SOFTMAX} / time of {GKA}\n(open: one thread, filled: two)")
     axis.set_xlim(min(0.9, axis.get_xlim()[0]), None)
     axis.xaxis.set_major_formatter("{x:g}×")
@@ -398,10 +403,10 @@ def remarks(lines: pd.DataFrame) -> list[str]:
 
 def show(hardware: str, config: BenchReportConfig) -> None:
     """Print everything of one machine, given by its name or its slug. Raises UserError if it has nothing."""
-    wanted, loaded = slug(hardware), {}
+    wanted, loaded = slug(with_chip(hardware)), {}
     for name in ("attention", "deit", "gpt"):
         lines = frames.bench(name, config.results, config.quick)
-        lines = lines[(lines.machine.map(slug) == wanted) | (lines.hardware.map(slug) == wanted)]
+        lines = lines[(lines.machine.map(slug) == wanted) | (lines.hardware.map(with_chip).map(slug) == wanted)]
         if len(lines):
             loaded[name] = by_size(lines) if name == "deit" else lines
     if not loaded:
