@@ -338,7 +338,7 @@ def preset(study: Study) -> Table:
 
 
 def counts(study: Study) -> Table:
-    """How often the preset is ahead, level or behind, over the sizes and budgets where it has several seeds."""
+    """At how many sizes and budgets with several seeds the preset is significantly ahead or behind, or neither."""
     rows = []
     for baseline, axis in itertools.product((CONTROL, RIVAL), (TOKENS, TIME)):
         known = [one for one in study.intervals(PRESET, baseline, axis).values() if one.seeds > 1]
@@ -347,7 +347,7 @@ def counts(study: Study) -> Table:
         behind = sum(one.low > 0 for one in known)
         if known:
             rows.append([baseline, axis, *map(str, (ahead, len(known) - ahead - behind, behind))])
-    return Table.of(["the preset over", "at", "ahead", "level", "behind"], rows, words=2)
+    return Table.of(["the preset over", "at", "ahead", "neither", "behind"], rows, words=2)
 
 
 # Images
