@@ -174,6 +174,12 @@ class Study:
     def has(self, form: str, place: Place) -> bool:
         return (form, *place) in self.cells
 
+    @property
+    def longest(self) -> Place:
+        """The longest training of four layers in which the preset can be compared with CONTROL."""
+        places = [place for place in self.places if self.has(CONTROL, place) and self.has(PRESET, place)]
+        return max((place for place in places if place[0] == LONGEST[0]), default=LONGEST)
+
     def at(self, form: str, place: Place) -> pd.DataFrame:
         """A row for each seed."""
         return self.cells[(form, *place)]
@@ -309,32 +315,33 @@ def differences_longer(study: Study) -> Table:
 
 def longest(study: Study) -> Table:
     """The longest trainings of four layers over softmax with offsets, with what they cost in its shares."""
-    rows, speeds = [], study.speeds.get(LONGEST[0], {})
+    rows, place = [], study.longest
+    speeds = study.speeds.get(place[0], {})
     for form in ("softmax", CONTROL, PAPER, "GKA + offsets", HALF_VE, "GGGA + offsets", *CONTENDERS):
-        if not (study.has(form, LONGEST) and study.has(CONTROL, LONGEST)):
+        if not (study.has(form, place) and study.has(CONTROL, place)):
             continue
-        ours, control = study.at(form, LONGEST), study.at(CONTROL, LONGEST)
-        ways = [study.over(form, CONTROL, LONGEST, axis) if form != CONTROL else "+0.000" for axis in AXES]
+        ours, control = study.at(form, place), study.at(CONTROL, place)
+        ways = [study.over(form, CONTROL, place, axis) if form != CONTROL else "+0.000" for axis in AXES]
         shares = [ours[name].iloc[0] / control[name].iloc[0] for name in ("parameters", "flops_per_token")]
         shares.append(speeds.get(CONTROL, math.nan) / speeds.get(form, math.nan))
         costs = ["" if math.isnan(share) else f"{share:.2f}x" for share in shares]
         rows.append([form, *ways, *costs, str(len(ours.index.intersection(control.index)))])
-    return Table.of([name_of(LONGEST), *AXES, "parameters", "FLOPs", "time of a step", "seeds"], rows)
+    return Table.of([name_of(place), *AXES, "parameters", "FLOPs", "time of a step", "seeds"], rows)
 
 
 def forms(study: Study) -> Table:
     """The same for the front page, and when to take each form."""
     known = [row for row in longest(study).rows if row[0] in WHEN]
     rows = [[form, WHEN[form], tokens, *costs, step] for form, tokens, _, *costs, _, step, _ in known]
-    return Table.of(["form", "when", TOKENS, TIME, "parameters", "time of a step"], rows, words=2)
+    return Table.of([name_of(study.longest), "when", TOKENS, TIME, "parameters", "time of a step"], rows, words=2)
 
 
 def preset(study: Study) -> Table:
     """The preset over softmax, with ever more of what the preset has."""
-    axes, baselines = (TOKENS, TIME), ("softmax", CONTROL, RIVAL)
-    baselines = [form for form in baselines if study.interval(PRESET, form, LONGEST)]
-    rows = [[form, *(study.over(PRESET, form, LONGEST, axis) for axis in axes)] for form in baselines]
-    return Table.of(["the preset over", *axes], rows)
+    axes, place = (TOKENS, TIME), study.longest
+    baselines = [form for form in ("softmax", CONTROL, RIVAL) if study.interval(PRESET, form, place)]
+    rows = [[form, *(study.over(PRESET, form, place, axis) for axis in axes)] for form in baselines]
+    return Table.of([f"the preset over, {name_of(place)}", *axes], rows)
 
 
 def counts(study: Study) -> Table:
@@ -421,11 +428,12 @@ def sources(folder: Path) -> list[Table]:
 
 
 def of_every_text(one: Callable[[Study], Table], titled: bool = True) -> Callable[[Path], list[Table]]:
-    """A table for each file of text, under its name; without `titled` only where there are several."""
+    """A table for each file of text that fills it, under its name; without `titled` only where there are several."""
 
     def tables(folder: Path) -> list[Table]:
-        named = titled or len(texts(folder)) > 1
-        return [replace(one(study), title=f"{path.stem}:" * named) for path, study in texts(folder).items()]
+        built = {path.stem: one(study) for path, study in texts(folder).items()}
+        known = {name: table for name, table in built.items() if table.rows} or built
+        return [replace(table, title=f"{name}:" * (titled or len(known) > 1)) for name, table in known.items()]
 
     return tables
 
@@ -515,8 +523,9 @@ def draw_time(study: Study, name: str, path: Path) -> None:
 
 def draw_quality(study: Study, name: str, path: Path) -> None:
     """Differences from CONTROL with their intervals, against parameters and minutes, after the longest training."""
-    cells = {form: study.at(form, LONGEST) for form in LOOKS if study.has(form, LONGEST)}
-    over = {form: study.interval(form, CONTROL, LONGEST) for form in cells if form != CONTROL}
+    place = study.longest
+    cells = {form: study.at(form, place) for form in LOOKS if study.has(form, place)}
+    over = {form: study.interval(form, CONTROL, place) for form in cells if form != CONTROL}
     over[CONTROL] = Interval(0.0, math.nan, math.nan, 0)
     ordered = sorted(one.value for one in over.values())
     is_broken = len(ordered) > 2 and ordered[-1] - ordered[-2] > ordered[-2] - ordered[0]  # the axis, for one far away
@@ -526,7 +535,7 @@ def draw_quality(study: Study, name: str, path: Path) -> None:
         axis = axes[2 * row + column]
         for form in cells:
             one, size = over[form], {PRESET: 13, RIVAL: 9}.get(form, 6)
-            cost = study.cost(form, LONGEST, TIME) / 60 if column else cells[form].parameters.iloc[0] / 1e6
+            cost = study.cost(form, place, TIME) / 60 if column else cells[form].parameters.iloc[0] / 1e6
             bars = None if math.isnan(one.low) else [[one.value - one.low], [one.high - one.value]]
             axis.errorbar(cost, one.value, bars, **style(form, linestyle="none", markersize=size))
         axis.margins(x=0.12)
@@ -547,7 +556,7 @@ def draw_quality(study: Study, name: str, path: Path) -> None:
     for axis, label in zip(axes[-2:], ("parameters, millions", "minutes of training, one thread of a CPU")):
         axis.set_xlabel(label)
     axes[-2].set_ylabel(f"loss minus that of {CONTROL}")
-    millions = LONGEST[1] / 1e6
+    millions = place[1] / 1e6
     title = f"Loss against cost, four layers, {millions:.1f} million tokens of {name}: lower is better, bars are 95 %"
     finish(figure, axes, title, path)
 
@@ -560,7 +569,7 @@ def draw(folder: Path, pictures: Path) -> None:
             draw_budgets(study, path.stem, pictures / f"study-budgets-{path.stem}.png")
         if study.speeds:
             draw_time(study, path.stem, pictures / f"study-time-{path.stem}.png")
-        if study.has(CONTROL, LONGEST):
+        if study.has(PRESET, study.longest):
             draw_quality(study, path.stem, pictures / f"quality-{path.stem}.png")
 
 
