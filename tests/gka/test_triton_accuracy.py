@@ -19,7 +19,8 @@ from torch import nn
 
 from gka import gaussian_attention, testing
 from gka.api import EPS
-from gka.impl.triton import launch
+from gka.impl.triton import cudnn, launch, op
+from gka.impl.triton.configs import generation, override
 from gka.masking import Mask
 from gka.testing import Problem, make_log_sigma
 from operator_cases import DEVICE, MASKS, check, features, tiles
@@ -94,6 +95,85 @@ def test_triangular_schedule_keeps_nan_in_its_sequence(damaged, triangular):
         got = testing.run(ROUTE, problem).dx
     assert got[1].isnan().all()
     torch.testing.assert_close(got[::2], want[::2], rtol=1e-5, atol=1e-6)
+
+
+def softmax_backward(dy, q, k, v, y, log_sum_exp):
+    """What cuDNN computes, in plain PyTorch: exponents and sums in float32, factors of products rounded."""
+    dtype = q.dtype
+    dy, q, k, v, y = (t.float() for t in (dy, q, k, v, y))
+    weights = torch.exp(q @ k.mT - log_sum_exp).tril()
+    g = weights * (dy @ v.mT - (dy * y).sum(-1, keepdim=True))
+    weights, g = (t.to(dtype).float() for t in (weights, g))
+    return tuple(t.to(dtype) for t in (g @ k, g.mT @ q, weights.mT @ dy))
+
+
+@pytest.fixture
+def by_cudnn(monkeypatch):
+    """Causal attention with constant norms has cuDNN's backward, for which a stand-in computes."""
+    monkeypatch.setattr(cudnn, "softmax_backward", softmax_backward)
+    monkeypatch.setattr(cudnn, "DTYPES", (*cudnn.DTYPES, torch.float32))
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: False)
+    with override(generation(torch.device(DEVICE)), paths={"cudnn": ("",)}):
+        yield
+
+
+class ExactForward(torch.autograd.Function):
+    """Causal softmax attention in float64 with the operator's backward: the interpreter cannot multiply bfloat16."""
+
+    @staticmethod
+    def forward(ctx, x, log_sigma, keys, values):
+        k = (x if keys is None else keys).double()
+        v = k if values is None else values.double()
+        q = x.double() * torch.exp(-2 * log_sigma.double())[:, None]
+        scores = torch.einsum("bihd,bjhd->bhij", q, k)
+        scores = scores.masked_fill(~torch.ones_like(scores, dtype=torch.bool).tril(), -math.inf)
+        y = torch.einsum("bhij,bjhd->bihd", scores.softmax(-1), v).to(x.dtype)
+        ctx.save_for_backward(x, keys, values, log_sigma, None, y, (scores.logsumexp(-1) / math.log(2)).float())
+        return y
+
+    @staticmethod
+    def backward(ctx, dy):
+        norm = dy.new_empty(0, dtype=torch.float32)
+        dx, dlog_sigma, *more = op.attend_backward(dy, *ctx.saved_tensors, norm, -1, 0, True)
+        return dx, dlog_sigma, *([None] * (2 - len(more)) + more)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("form", ["own", "values", "keys and values"])
+@pytest.mark.parametrize("length,head_dim", [(33, 64), (197, 24), (257, 128)])
+def test_backward_by_cudnn(length, head_dim, form, dtype, by_cudnn):
+    """All gradients but one: in bfloat16 the rounding of y may carry dlog_sigma out of the budget where |x|^2 / sigma^2
+    is large.
+    """
+    norm = partial(nn.functional.rms_norm, normalized_shape=(head_dim,))
+    problem = Problem.seeded("normal", (2, length, 2, head_dim), dtype, with_values=form != "own", device=DEVICE)
+    keys = features("normal", problem.x.shape, dtype, 3) if form == "keys and values" else None
+    problem = replace(problem, keys=keys, mask=Mask(causal=True), front=norm)
+
+    def route(x, log_sigma, *, keys, values):
+        return ExactForward.apply(x, log_sigma.detach() if dtype == torch.bfloat16 else log_sigma, keys, values)
+
+    testing.check(route, problem, constant_norm=True)
+
+
+@pytest.mark.parametrize("with_values", BOTH)
+def test_backward_by_cudnn_takes_the_levels_of_forward(with_values, by_cudnn, monkeypatch):
+    """Where bits must repeat, another kernel computes."""
+    norm = partial(nn.functional.rms_norm, normalized_shape=(32,))
+    problem = Problem.seeded("normal", (2, 75, 2, 32), torch.float16, with_values=with_values, device=DEVICE, eps=EPS)
+    problem = replace(problem, mask=Mask(causal=True), front=norm)
+    route = partial(ROUTE, causal=True, constant_norm=True)
+    testing.check(route, problem, constant_norm=True)
+    got = testing.run(route, problem)
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
+    assert not torch.equal(got.dx, testing.run(route, problem).dx)
+
+
+def test_cudnn_takes_the_arguments():
+    """Without a GPU, by what torch says of the results' shapes."""
+    q = torch.empty(2, 9, 3, 64, dtype=torch.bfloat16, device="meta").transpose(1, 2)
+    level = torch.empty(2, 3, 9, 1, device="meta")
+    assert all(t.shape == q.shape and t.stride() == q.stride() for t in cudnn.softmax_backward(q, q, q, q, q, level))
 
 
 ANY_TILES = dict(

@@ -7,6 +7,7 @@ too, where there is one.
 
 import math
 import time
+from dataclasses import replace
 from functools import partial
 from itertools import accumulate
 
@@ -16,6 +17,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from gka import GaussianKernelAttention, gaussian_attention, testing
 from gka.api import EPS
+from gka.impl.triton.configs import generation, override
 from gka.masking import Mask
 from gka.testing import Problem
 
@@ -67,11 +69,47 @@ def test_no_less_accurate_than_flash_attention(shape, causal, window, dtype, wit
             assert testing.error(value, getattr(want, name)) <= 2 * limit, name
 
 
-@pytest.mark.parametrize("length", [1024, 1300])
-def test_triangular_schedule_is_no_less_accurate(length, monkeypatch):
-    """The suite computes in torch's deterministic mode, which keeps to the symmetric kernel."""
-    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: False)
-    test_no_less_accurate_than_flash_attention((2, length, 2, 64), False, None, torch.bfloat16, False, False)
+OPTIONAL = [("triangular", (2, length, 2, 64), False, False) for length in (1024, 1300)]
+OPTIONAL += [("short", (4, length, 3, 64), False, False) for length in (129, 160, 192, 197, 208)]
+OPTIONAL += [("cudnn", shape, True, values) for shape in (GPT, (2, 333, 2, 64)) for values in (False, True)]
+
+
+def with_path(path, function, monkeypatch):
+    """The function's result with an optional path on, not in the suite's deterministic mode."""
+    with monkeypatch.context() as patch, override(generation(torch.device("cuda")), paths={path: ("",)}):
+        patch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: False)
+        return function()
+
+
+@pytest.mark.parametrize("path,shape,causal,with_values", OPTIONAL, ids=str)
+def test_optional_path_is_no_less_accurate(path, shape, causal, with_values, monkeypatch):
+    """And is another one: its last bits are not the usual kernel's."""
+    if torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("the optional paths are Hopper's")
+    problem = seeded(shape, torch.bfloat16, causal, None, with_values)
+    if path == "cudnn":  # dx lacks its part along x, and dlog_sigma may leave the budget
+        problem = replace(problem, front=partial(torch.nn.functional.rms_norm, normalized_shape=shape[3:]))
+
+    def route(x, log_sigma, **tensors):
+        log_sigma = log_sigma.detach() if path == "cudnn" else log_sigma
+        return gaussian_attention(x, log_sigma, **tensors, causal=causal, constant_norm=causal, impl="triton")
+
+    with_path(path, partial(testing.check, route, problem, constant_norm=causal), monkeypatch)
+    results = testing.run(route, problem), with_path(path, partial(testing.run, route, problem), monkeypatch)
+    assert not torch.equal(*(result.dx for result in results))
+
+
+def test_optional_path_for_short_sequences_knows_what_the_kernel_knows(monkeypatch):
+    """NaN stays in its sequence, although the last tile reaches into the next; rows beyond float32 are their limit."""
+    if torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("the kernel is Hopper's")
+    x = testing.make_features("normal", (300, 197, 2, 64), torch.bfloat16).cuda()  # several heads for each program
+    x[2] = math.nan
+    route = partial(gaussian_attention, impl="triton")
+    for log_sigma in (torch.tensor([1.0, math.nan], device="cuda"), torch.tensor([-8.5, 30.0], device="cuda")):
+        want, got = route(x, log_sigma), with_path("short", partial(route, x, log_sigma), monkeypatch)
+        torch.testing.assert_close(got, want, rtol=2e-2, atol=2e-2, equal_nan=True)
+        assert got[2].isnan().all() and not got[[1, 3, 299], :, 0].isnan().any()
 
 
 @pytest.mark.parametrize("with_values", [False, True], ids=["own", "values"])

@@ -26,9 +26,10 @@ from typing import NamedTuple
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.experimental.gluon._runtime import GluonASTSource
 
 from gka.bandwidth import LOG_SIGMA_BOUND
-from gka.impl.triton import backward, configs, forward, triangular
+from gka.impl.triton import backward, configs, forward, short, triangular
 from gka.impl.triton.tiles import NORM_COMPUTED, NORM_CONSTANT
 
 VERSION = f"# Triton {triton.__version__},"
@@ -37,7 +38,7 @@ GOLDEN = ROOT / "tests" / "golden" / "kernel_resources.txt"
 # What is compiled, and what chooses it.
 SOURCES = (
     "gka/bandwidth.py",
-    *(f"gka/impl/triton/{name}.py" for name in ("backward", "configs", "forward", "tiles", "triangular")),
+    *(f"gka/impl/triton/{name}.py" for name in ("backward", "configs", "forward", "short", "tiles", "triangular")),
     "tests/support/kernel_resources.py",
 )
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
@@ -65,6 +66,7 @@ KERNELS = {
     "decode": (forward.gka_forward_kernel, "general, split", dict(NORM=NORM_COMPUTED.value, **SPLIT)),
     "symmetric": (backward.gka_symmetric_kernel, "window", dict(CONSTANT=False, HAS_REACH=True)),
     "triangular": (triangular.gka_triangular_kernel, "last tile cut", dict(MASKED=True)),
+    "short": (short.gka_short_kernel, "Gluon", {}),
     "queries": (backward.gka_queries_kernel, "window, values", dict(CONSTANT=True, **VALUES_IN_WINDOW)),
     "keys": (backward.gka_keys_kernel, "window, values", dict(CONSTANT=True, **VALUES_IN_WINDOW)),
 }
@@ -125,10 +127,11 @@ class Resources(NamedTuple):
 
 
 def shipped() -> list[Build]:
-    """Every entry of the configuration tables."""
+    """Every entry of the configuration tables, and the kernel that has tiles of its own."""
     tables = ((int(name.removeprefix("sm_")), table) for name, table in configs.TABLES.items())
     builds = [Build(number, *key, config) for number, table in tables for key, config in table.entries.items()]
-    return builds + [build._replace(packed=True) for build in builds if build[:4] in PACKED_SPILLS]
+    builds += [build._replace(packed=True) for build in builds if build[:4] in PACKED_SPILLS]
+    return [*builds, Build(90, "short", short.HEAD_DIM, 2, configs.Config(64, short.LAST_TOKENS, 4, 2))]
 
 
 def compile_one(build: Build) -> Resources:
@@ -141,6 +144,11 @@ def compile_one(build: Build) -> Resources:
     types |= {"eps": "fp32"} if "eps" in names else {}
     tile = f"[{build.config.columns},{build.head_dim}]>"
     types |= {name: f"tensordesc<{features[1:]}{tile}" for name in ("x_rows", "dy_rows") if name in names}
+    if build.kernel == "short":
+        types |= {
+            name: f"tensordesc<bf16[{rows},{build.head_dim}],{short.TILES!r}>"
+            for name, rows in (("x_rows", 64), ("x_tail", 16))
+        }
     types |= {"x_sum": f"tensordesc<fp32{tile}"} if "x_sum" in names else {}
     types |= dict.fromkeys(constants, "constexpr")
     # At run time the JIT finds pointers and strides divisible by 16; without that no copy is asynchronous.
@@ -149,7 +157,10 @@ def compile_one(build: Build) -> Resources:
         for i, name in enumerate(names)
         if name not in constants and re.match(r"p_|s.*_[bth]$", name)
     }
-    source = ASTSource(function, types, {(names.index(name),): value for name, value in constants.items()}, aligned)
+    compile_source = GluonASTSource if build.kernel == "short" else ASTSource
+    source = compile_source(
+        function, types, {(names.index(name),): value for name, value in constants.items()}, aligned
+    )
     options = dict(num_warps=build.config.warps, num_stages=build.config.stages)
     compiled = triton.compile(source, target=GPUTarget("cuda", build.capability, 32), options=options)
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:

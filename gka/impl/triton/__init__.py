@@ -1,4 +1,7 @@
-"""The fused Triton kernels: op -> launch -> forward | backward -> tiles, configs. op and launch share shapes."""
+"""The fused Triton kernels: op -> launch -> forward | backward | triangular | short | cudnn -> tiles.
+
+configs chooses among them, and their tiles. op and launch share shapes.
+"""
 
 from gka.impl.triton.op import SERVES, gaussian, unavailable
 

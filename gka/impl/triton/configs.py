@@ -22,9 +22,20 @@ class Config(NamedTuple):
 
 
 class Table(NamedTuple):
-    """One GPU generation. entries: by kernel, BLOCK_D and bytes per element."""
+    """One GPU generation.
+
+    entries: by kernel, BLOCK_D and bytes per element. paths: of each optional path (PATHS), which versions of Triton
+    take it where it can serve, by their beginnings; "" is every version.
+    """
 
     entries: dict[tuple[str, int, int], Config]
+    paths: dict[str, tuple[str, ...]]
+
+    def takes(self, path: str) -> bool:
+        """Whether this path is chosen with the installed version of Triton."""
+        import triton  # whoever asks has it
+
+        return triton.__version__.startswith(self.paths.get(path, ()))
 
     def find(self, kernel: str, x: torch.Tensor, block_d: int) -> Config | None:
         """The entry for this kernel and these features, if there is one."""
@@ -35,7 +46,7 @@ class Table(NamedTuple):
         return self.entries[kernel, max(32, block_d), x.element_size()]
 
 
-def _table(half: dict[str, tuple], single: dict[str, tuple]) -> Table:
+def _table(half: dict[str, tuple], single: dict[str, tuple], **paths: tuple[str, ...]) -> Table:
     """From one Config per BLOCK_D of 32, 64 and 128 for each kernel; `half` for 2 bytes per element, `single` for 4."""
     entries: dict[tuple[str, int, int], Config] = {}
     for size, kernels in ((2, half), (4, single)):
@@ -43,12 +54,14 @@ def _table(half: dict[str, tuple], single: dict[str, tuple]) -> Table:
             entries |= {
                 (kernel, block_d, size): Config(*c) for block_d, c in zip(BLOCKS, configs, strict=True) if c is not None
             }
-    return Table(entries)
+    return Table(entries, paths)
 
 
 # forward and decode: forward.py; symmetric, queries, keys: backward.py; triangular: triangular.py. None: queries and
 # keys do symmetric's work, and symmetric does triangular's.
 BLOCKS = (32, 64, 128)
+# What a request takes in place of the usual kernels: triangular.py; short.py; cudnn.py.
+PATHS = ("triangular", "short", "cudnn")
 DECODE = ((16, 128, 4, 3), (16, 128, 4, 3), (16, 128, 4, 3))
 DECODE_SINGLE = ((16, 64, 4, 2), (16, 64, 4, 2), (16, 32, 4, 2))
 TABLES = {
@@ -86,6 +99,11 @@ TABLES = {
             queries=((64, 32, 4, 2), (32, 32, 8, 2), (16, 16, 8, 1)),
             keys=((64, 32, 4, 2), (32, 32, 8, 2), (16, 32, 8, 2)),
         ),
+        # A prototype of triangular was faster on an H200, and one of short with Triton 3.6. None of the three has run
+        # there as it is here.
+        triangular=("",),
+        short=(),
+        cudnn=(),
     ),
     "sm_120": _table(  # RTX 50; also RTX 30 and 40, whose blocks have as little shared memory
         half=dict(
@@ -130,10 +148,14 @@ def generation(device: torch.device) -> str:
 
 
 @contextlib.contextmanager
-def override(name: str, entries: dict[tuple[str, int, int], Config]):
-    """Within the context, the table `name` with these entries replaced."""
+def override(
+    name: str,
+    entries: dict[tuple[str, int, int], Config] | None = None,
+    paths: dict[str, tuple[str, ...]] | None = None,
+):
+    """Within the context, the table `name` with these entries and paths replaced."""
     before = TABLES[name]
-    TABLES[name] = Table({**before.entries, **entries})
+    TABLES[name] = Table({**before.entries, **(entries or {})}, {**before.paths, **(paths or {})})
     try:
         yield
     finally:

@@ -4,6 +4,7 @@ import torch
 import triton
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from gka.impl.triton import cudnn
 from gka.impl.triton.backward import gka_keys_kernel, gka_queries_kernel, gka_rows_kernel, gka_symmetric_kernel
 from gka.impl.triton.configs import Config, table_of
 from gka.impl.triton.forward import gka_forward_kernel, gka_merge_kernel, gka_norm_kernel
@@ -30,6 +31,12 @@ def forward(
     values = keys if own_values else values
     num_keys, table = keys.shape[1], table_of(x.device)
     shape = dict(D=head_dim, BLOCK_D=block_of(head_dim), BOUND=bound)
+    full = before < 0 and after < 0 and lengths is None and starts is None
+    if full and own_keys and own_values and not constant_norm and table.takes("short"):
+        from gka.impl.triton import short  # not every version of Triton can import it
+
+        if short.serves(x):
+            return short.forward(x, log_sigma, eps, bound, results)
 
     policy = NORM_CONSTANT if constant_norm else NORM_COMPUTED
     if own_keys and not constant_norm and length >= NORMS_FIRST_TOKENS:
@@ -63,19 +70,25 @@ def backward(
 ) -> None:  # fmt: skip
     """Write the gradients of `op.attend_backward`."""
     grad_y = grad_y.contiguous()
+    table = table_of(x.device)
+    causal = before < 0 and after == 0 and lengths is None and starts is None
+    if causal and constant_norm and table.takes("cudnn") and cudnn.serves(grad_y, x, keys, values):
+        block_d = block_of(x.shape[3])
+        return cudnn.backward(grad_y, x, keys, values, log_sigma, y, level, block_d, bound, gradients)
+
     batch, length, heads, head_dim = x.shape
     own_keys, own_values = keys is None, values is None
     keys = x if own_keys else keys
     values = keys if own_values else values
-    num_keys, table = keys.shape[1], table_of(x.device)
+    num_keys = keys.shape[1]
     dx, dlog_sigma = gradients[:2]
     dkeys = dx if own_keys else gradients[2]
     dvalues = dkeys if own_values else gradients[-1]
     shape = dict(D=head_dim, BLOCK_D=block_of(head_dim), BOUND=bound)
     symmetric = table.find("symmetric", x, shape["BLOCK_D"]) if own_keys and own_values and before == after else None
     triangular = None
-    whole = before < 0 and lengths is None and starts is None
-    if symmetric is not None and whole and not constant_norm and _may_add(x, grad_y):
+    full = before < 0 and lengths is None and starts is None and not constant_norm
+    if symmetric is not None and full and table.takes("triangular") and _may_add(x, grad_y):
         triangular = table.find("triangular", x, shape["BLOCK_D"])
 
     delta = torch.empty_like(level)
