@@ -3,6 +3,7 @@
     python -m runs.bench.attention                           every case for the device present
     python -m runs.bench.attention --only vit lm-full        the cases whose names begin so
     python -m runs.bench.attention --shapes 16x2048x10x128cw1024n
+    python -m runs.bench.attention --only vit --switch short  an optional path of the kernels on and off, in turns
 
 Cases: vit-{ti,s,b} (DeiT's 197 tokens), lm-full and lm-window (causal, and with a window; on CUDA nanochat's depth 20,
 on a CPU 2,048 tokens, and 512 as lm-short-*), sweep-N (equal tokens in all, N = 64 ...), decode-bB-N (one query for
@@ -13,17 +14,19 @@ bfloat16. On a CPU float32, then bfloat16 (-bf16, beside the faster of both dtyp
 thread, then with all. `python -m runs.bench.report` prints the tables.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Any, Literal
 
 import torch
 
+from gka.impl.triton import configs
 from nanochat_gka.model.config import GPTConfig
 from runs.bench.operators import FULL, Case, Operator, gate, inputs, normalise, operators
 from runs.bench.program import Comparison, ComparisonConfig, time_cases
 from runs.bench.timing import Measurement, Plan, buffers_for, interleave
-from trainkit_gka.cli import run
+from trainkit_gka.cli import UserError, run
 from trainkit_gka.distributed import setup
 
 D20 = GPTConfig.from_depth(20)
@@ -44,6 +47,8 @@ class AttentionConfig(ComparisonConfig):
     """Time these instead of the standard cases: BxTxHxD, then pN (padded, lengths N to T), or c (causal), wN (window
     N), n (RMS-normalised heads), d (decode), dk (decode, keys derived from the cache), v (separate values), vk
     (separate keys too): 16x2048x10x128cw1024nvk."""
+    switch: list[Literal[configs.PATHS]] = field(default_factory=list)
+    """Optional paths of the Triton kernels: each is timed beside them, on where it is off, and off where it is on."""
 
 
 def standard_cases(device_type: str, quick: bool) -> list[Case]:
@@ -93,12 +98,30 @@ def make_calls(case: Case, phase: str, candidates: dict[str, Operator], buffers:
     return {name: partial(full if phase == FULL else forward, operator) for name, operator in candidates.items()}
 
 
+def switched(path: str, device: torch.device) -> tuple[str, Callable[[Callable[..., Any]], Callable[..., Any]]]:
+    """What our kernels are called with this path on, or without it if it is on, and what makes a call such a one."""
+    generation = configs.generation(device)
+    taken = configs.TABLES[generation].takes(path)
+
+    def switch(call: Callable[..., Any]) -> Callable[..., Any]:
+        def function(*arguments):
+            with configs.override(generation, paths={path: () if taken else ("",)}):
+                return call(*arguments)
+
+        return function
+
+    return f"gka triton {'without' if taken else 'with'} {path}", switch
+
+
 def measure(config: AttentionConfig, plan: Plan, device: torch.device, case: Case, phase: str) -> Iterator[Comparison]:
     """A comparison in each dtype."""
     for name in config.dtypes_on(device.type)[: 1 if case.name.startswith(ONE_DTYPE) else None]:
         torch._dynamo.reset()  # FlexAttention compiles for each shape, and torch stops at eight
         dtype = getattr(torch, name)
         candidates = {n: one for n, one in operators(case, device, dtype, phase).items() if not config.skips(n)}
+        paths = config.switch if "gka triton" in candidates else []
+        switches = dict(switched(path, device) for path in paths)
+        candidates |= {name: replace(candidates["gka triton"], role="variant") for name in switches}
         buffers = buffers_for(device, case.batch * case.tokens * case.heads * case.head_dim * dtype.itemsize)
         try:
             calls = make_calls(case, phase, candidates, buffers, device)
@@ -106,6 +129,8 @@ def measure(config: AttentionConfig, plan: Plan, device: torch.device, case: Cas
             measured = {name: Measurement().fail(error) for name in candidates}
         else:
             gates = {name: partial(gate, operator, case, phase, device) for name, operator in candidates.items()}
+            for candidate, switch in switches.items():
+                calls[candidate], gates[candidate] = switch(calls[candidate]), switch(gates[candidate])
             measured = interleave(calls, device, replace(plan, buffers=buffers), gates)
         roles = {name: operator.role for name, operator in candidates.items()}
         yield Comparison({**case.settings(), "dtype": name}, measured, roles)
@@ -113,6 +138,8 @@ def measure(config: AttentionConfig, plan: Plan, device: torch.device, case: Cas
 
 def main(config: AttentionConfig) -> None:
     device = setup(config.device_type).device
+    if config.switch and device.type != "cuda":
+        raise UserError("--switch needs a CUDA device: it is about the Triton kernels")
     chosen = config.choose(Case.parse, standard_cases, device.type)
     timed = partial(measure, config, config.adjust(PLANS[device.type]), device)
     threads = sorted({1, torch.get_num_threads()}) if device.type == "cpu" else ()

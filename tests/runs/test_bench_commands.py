@@ -9,7 +9,7 @@ from gka.impl.cpu import build
 from gka.impl.triton import configs
 from gka.impl.triton.configs import Config
 from operator_cases import DEVICE
-from runs.bench import attention, deit, gpt, report, tune
+from runs.bench import attention, deit, gpt, parts, report, tune
 from runs.bench.timing import Plan
 from runs.bench.tune import Workload
 from trainkit_gka import cli
@@ -20,6 +20,7 @@ COMMANDS = {
     attention: attention.AttentionConfig,
     deit: deit.DeitConfig,
     gpt: gpt.GPTBenchConfig,
+    parts: parts.PartsConfig,
     report: report.BenchReportConfig,
     tune: tune.TuneConfig,
 }
@@ -80,6 +81,8 @@ def test_every_number_of_threads_has_a_file_and_is_reported(tmp_path, capsys):
         (attention, ["--shapes", "1x9x1x16ndk"], "--shapes: dk needs heads of even size"),
         (attention, ["--only", "swep"], "--only swep: no such case; there are vit-ti,"),
         (attention, ["--threads", "0"], "--threads must be at least 1, got 0"),
+        (attention, ["--switch", "short"], "--switch needs a CUDA device"),
+        (parts, ["--shapes", "d4-X"], "--shapes: .* got 'd4-X'"),
         (deit, ["--shapes", "deit-l-b8"], "--shapes: expected deit-SIZE-bBATCH"),
         (gpt, ["--shapes", "d4", "d0"], "--shapes: expected dDEPTH.* got 'd0'"),
         (gpt, ["--shapes", "d4-X"], "--shapes: .* got 'd4-X'"),
@@ -100,6 +103,36 @@ def test_a_mistake_is_one_line_before_anything_is_measured(module, flags, words,
     output = capsys.readouterr().err
     assert stopped.value.code == 2 and output.startswith("error: ") and output.count("\n") == 1
     assert re.search(words, output) and not list(tmp_path.iterdir())
+
+
+def test_the_parts_of_a_step_are_counted_and_add_up_to_a_table(tmp_path, capsys):
+    timed = "--shapes d2-b1-t16-v64-SL --dtypes float32 --threads 1 --rounds 2 --seconds 1 --compile off"
+    run(parts, "--device-type", "cpu", "--results", tmp_path, *timed.split())
+    [path] = tmp_path.iterdir()
+    lines = {(each["config"]["phase"], each["config"]["candidate"]): each["metrics"] for each in read_lines(path)}
+    assert all(metrics["status"] == "ok" and metrics["median_ms"] > 0 for metrics in lines.values())
+    calls = {name: [lines[name, kind]["calls"] for kind in parts.ROLES] for name, _ in lines}
+    expected = {"step": [1, 1], "optimiser": [1, 1], "projections": [8, 2], "rotary positions": [4, 2], "MLPs": [2, 2]}
+    expected |= {"norms": [6, 6], "attention to 8": [1, 1], "attention to 16": [1, 1]}
+    assert {name: calls[name] for name in expected} == expected
+    assert "remainder" in capsys.readouterr().out
+
+
+def test_the_table_of_parts_marks_what_costs_gka_more():
+    softmax, gka = parts.ROLES
+    times = {"alike": {softmax: 3.0, gka: 3.2}, "more": {softmax: None, gka: 1.0}, "most": {softmax: 0.5, gka: 1.0}}
+    rows = parts.table({**times, parts.STEP: {softmax: 8.0, gka: 10.0}}).rows
+    assert [row[0] for row in rows if row[-1]] == ["most"]
+    assert rows[-1] == ["remainder", "4.500 (56.2%)", "4.800 (48.0%)", ""]
+
+
+@pytest.mark.parametrize("path", configs.PATHS)
+def test_a_path_is_switched_for_the_length_of_a_call(path):
+    device = torch.device(DEVICE)
+    taken = configs.table_of(device).takes(path)
+    name, switch = attention.switched(path, device)
+    assert switch(lambda: configs.table_of(device).takes(path))() == (not taken) == ("without" not in name)
+    assert configs.table_of(device).takes(path) == taken
 
 
 # Tuning: every candidate is held to the error budget with its own tiles, then timed in turns
@@ -144,7 +177,8 @@ def test_the_command_times_a_candidate_on_the_gpu(capsys):
 @pytest.mark.gpu
 def test_the_operator_benchmark_on_cuda(tmp_path):
     shapes = ["8x197x3x64", "2x512x4x128cn", "2x512x4x128cw256n", "4x1024x4x128nd"]
-    run(attention, "--device-type", "cuda", "--quick", "--results", tmp_path, "--shapes", *shapes)
+    flags = ["--shapes", *shapes, "--switch", "short"]
+    run(attention, "--device-type", "cuda", "--quick", "--results", tmp_path, *flags)
     (path,) = tmp_path.iterdir()
     groups = {}
     for each in read_lines(path):
