@@ -32,7 +32,7 @@ TIMED = ("torch", "numpy", "psutil", "tyro", "rich")
 TRAINED = (*TIMED, "safetensors", "tiktoken", "yaml", "rows")
 TESTED = (*TIMED, "pytest", "hypothesis", "timm", "tiktoken", "rustbpe", "safetensors", "yaml", "pyarrow")
 # The tests that no GPU has run, by words of their names.
-NEW = "triangular_schedule_is or full_of_nan or long_cache or cuda_graphs or recompile or packed"
+NEW = "optional_path or full_of_nan or long_cache or cuda_graphs or recompile or packed"
 KERNELS = " ".join(f"tests/gka/test_{name}.py" for name in ("triton_gpu", "triton_accuracy", "triton_op", "memory"))
 TRAINERS = "tests/nanochat/test_train.py tests/deit/test_train.py tests/runs/test_bench_commands.py"
 ADDED = "--head-offsets PS --channel-bandwidths --head-gates --gate-lr 0.005"
@@ -61,7 +61,7 @@ def bench(which: str, name: str, seconds: float, cases: list[str], flags: str) -
 
 def deit(suffix: str, seconds: float, cases: list[str], flags: str) -> list[Step]:
     """A step for each size; a larger one takes longer."""
-    sizes = {"s": seconds, "ti": 0.9 * seconds, "b": 1.2 * seconds}
+    sizes = {"ti": 0.9 * seconds, "s": seconds, "b": 1.2 * seconds}
     return [
         bench("deit", f"deit-{s}{suffix}", t, [f"deit-{s}-{case}" for case in cases], flags) for s, t in sizes.items()
     ]
@@ -74,7 +74,7 @@ def trainings(name: str, seconds: float, forms: list[str], flags: str, least: fl
 
 
 def all_steps() -> list[Step]:
-    """Everything, most worth first: what a first call of ten minutes has time for, and then what is left.
+    """Everything, most worth first, for calls of ten minutes.
 
     Seconds are estimates for an H200 or H100, where few of these have run: a process takes about 8 until it computes,
     a block, an optimiser and a loss about 8 each to compile.
@@ -87,23 +87,31 @@ def all_steps() -> list[Step]:
     quality = f"{TRAINING} {steps_of_131072} --log-every 20 --eval-every 100 --eval-tokens 1300000"
     preset = ["16x2048x10x128cw1024nvk", "16x2048x10x128cnvk"]
     table_4 = ["b64 training", "b128 training", *(f"b{batch} inference" for batch in (32, 64, 128, 256, 512))]
+    ti, s, b = deit("", 40, ["b128 training", "b256 inference"], "--compile blocks --skip unfused --seconds 4")
     return [
-        # 1. Does it work?
-        tests("tests-new", 40, "tests/gka/test_triton_gpu.py -m gpu", NEW),
-        tests("tests-training", 40, "tests/gka/test_triton_training.py -m gpu", ""),
-        # 2. Whole models.
-        *deit("", 40, ["b128 training", "b256 inference"], "--compile blocks --skip unfused --seconds 4"),
+        # The first call. Are the kernels right that no GPU has run, and faster than those in whose place they would be?
+        tests("tests-new", 60, "tests/gka/test_triton_gpu.py -m gpu", NEW),
+        bench("attention", "operator-full", 35, ["sweep-1024", "sweep-4096"], f"{alone} --switch triangular"),
+        bench("attention", "operator-causal", 30, ["lm-full"], f"{alone} --switch cudnn"),
+        bench("attention", "operator-vit", 30, ["vit"], f"{alone} --switch short"),
+        # Whole models, where their time goes, and whether compiling by blocks costs speed.
         bench("gpt", "gpt-d12-L", 80, ["d12-L training"], depths),
-        bench("gpt", "gpt-d20", 100, ["d20 training"], windowed),
-        # 3. The operator.
-        bench("attention", "operator-vit", 25, ["vit"], alone),
-        bench("attention", "operator-full", 30, ["sweep-256", "sweep-1024", "sweep-4096"], alone),
-        bench("attention", "operator-preset", 50, preset, windows),
-        # 4. Quality.
+        bench("parts", "gpt-parts", 100, ["d12-L training"], "--compile blocks --seconds 4"),
+        ti,
+        bench(
+            "deit", "deit-ti-whole", 130, ["deit-ti-b128 training"], "--compile on --skip softmax unfused --seconds 4"
+        ),
+        s,
+        # The second call.
+        tests("tests-training", 40, "tests/gka/test_triton_training.py -m gpu", ""),
+        bench("attention", "operator-preset", 50, preset, f"{windows} --switch cudnn"),
         trainings("d12", 240, list(FORMS), f"--depth 12 {quality}", 90),
-        # The rest of 2, 3, 1 and 4.
+        bench("gpt", "gpt-d20", 100, ["d20 training"], windowed),
+        b,
         bench("gpt", "gpt-d20-L", 90, ["d20-L training"], depths),
-        bench("attention", "operator-causal", 50, ["lm"], windows),
+        # What is left.
+        bench("attention", "operator-windows", 30, ["lm-window"], windows),
+        bench("attention", "operator-256", 15, ["sweep-256"], alone),
         bench("gpt", "gpt-d12", 90, ["d12 training"], windowed),
         bench("attention", "operator-padded", 25, ["padded"], alone),
         bench("attention", "operator-decoding", 30, ["decode-b1-2048", "decode-b32-2048"], alone),
@@ -111,7 +119,6 @@ def all_steps() -> list[Step]:
         tests("tests-trainers", 120, f"{TRAINERS} -m gpu", ""),
         *(trainings(f"d8-seed-{n}", 140, list(FORMS), f"--depth 8 --seed {n} {quality}", 80) for n in range(3)),
         *deit("-table-4", 160, table_4, "--compile blocks --seconds 3"),
-        bench("deit", "deit-ti-whole", 240, ["deit-ti-b128 training"], "--compile on --skip unfused --seconds 4"),
     ]
 
 
@@ -124,6 +131,7 @@ def miniature(length: int) -> list[Step]:
         tests("tests-new", 20, "tests/gka/test_triton_training.py", "vit and 6"),
         bench("deit", "deit-ti", 20, ["deit-ti-b1 training"], f"{few} --compile off"),
         bench("gpt", "gpt-d1-L", 15, ["d1-b1-t16-v64-L training"], f"{few} --compile off"),
+        bench("parts", "gpt-parts", 20, ["d1-b1-t16-v64-L training"], f"{few} --compile off"),
         bench("attention", "operator-preset", 15, ["1x12x1x16cw4nvk"], f"{few} --skip eager"),
         trainings("d1", 30, ["softmax", "preset"], tiny, 5),
     ]

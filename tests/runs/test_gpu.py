@@ -11,7 +11,7 @@ import pytest
 
 from nanochat_gka.train import TrainConfig
 from processes import still_there
-from runs.bench import attention, deit, gpt
+from runs.bench import attention, deit, gpt, parts
 from runs.gpu import __main__ as program
 from runs.gpu import carry
 from runs.gpu.carry import Problem
@@ -96,7 +96,12 @@ def test_what_rows_teach():
 
 
 def test_every_command_of_a_gpu_is_understood():
-    configs = {attention: attention.AttentionConfig, deit: deit.DeitConfig, gpt: gpt.GPTBenchConfig}
+    configs = {
+        attention: attention.AttentionConfig,
+        deit: deit.DeitConfig,
+        gpt: gpt.GPTBenchConfig,
+        parts: parts.PartsConfig,
+    }
     modules = {module.__name__: (module, config) for module, config in configs.items()}
     for name, *words in (command for step in all_steps() for command in step.commands):
         if name in modules:
@@ -130,7 +135,7 @@ def test_the_carried_folder_brings_packages_and_the_same_rows(packed, tmp_path, 
     assert sorted(path.name for path in tmp_path.iterdir()) == ["carried", "rows", "site"]
 
 
-@pytest.mark.parametrize("only", [["--only", "operator-preset"], pytest.param([], marks=pytest.mark.slow)])
+@pytest.mark.parametrize("only", [["--only", "operator-preset", "gpt-parts"], pytest.param([], marks=pytest.mark.slow)])
 def test_a_copied_tree_runs_in_miniature(packed, tmp_path, only):
     """Without .git."""
     ignored = shutil.ignore_patterns("*.jsonl", "log", "__pycache__")
