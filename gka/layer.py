@@ -239,9 +239,10 @@ class GaussianKernelAttention(nn.Module):
             names = "rotary", "spatial_offsets", "head_gates", "value_embeddings"
             if of_itself := ", ".join(name for name in names if getattr(self, name)):
                 raise ValueError(f"a layer with {of_itself} is for self-attention and takes no context")
-        if (value_embedding is None) != (self.ve_gate is None):
-            verb = "need" if value_embedding is None else "is for layers with"
-            raise ValueError(f"value_embedding {verb} value_embeddings=True")
+        if value_embedding is None and self.ve_gate is not None:
+            raise ValueError("value_embedding is needed: the layer has value_embeddings=True")
+        if value_embedding is not None and self.ve_gate is None:
+            raise ValueError("value_embedding is for layers with value_embeddings=True")
         if grid is not None and not self.spatial_offsets:
             raise ValueError("grid is for layers with spatial_offsets")
         if self.spatial_offsets:

@@ -1,11 +1,15 @@
 """The layer: against a loop over heads in float64, under padding, masks and context, in other dtypes, compiled."""
 
+import copy
+import pickle
+
 import pytest
 import torch
 from torch import nn
 
-from gka import GaussianKernelAttention, GaussianMultiheadAttention, dispatch
+from gka import GaussianKernelAttention, GaussianMultiheadAttention, decode_attention, dispatch
 from gka.masking import Mask
+from gka.parts import rotary_tables
 from sharding import check_trains_as_in_bfloat16, process_group
 
 PADDED = {  # of sequences of 9 and 4 tokens; the last has a token of padding between them
@@ -156,6 +160,65 @@ def test_a_mask_of_ones_own_goes_with_the_tokens_that_are_packed(options, padded
         close(got, want, rtol=1e-5, atol=1e-5)
 
 
+SIDES = {"L": (0, -1), "R": (0, 1), "U": (-1, 0), "B": (1, 0), "D": (-1, -1), "N": (0, 0)}  # row, column
+
+
+@pytest.mark.parametrize("options", [
+    dict(preset="image"), dict(preset="image", head_norm=True, channel_bandwidths=True, head_gates=True, window=4),
+    dict(spatial_offsets="ndl", value_embeddings=True),
+], ids=lambda options: "+".join(options))  # fmt: skip
+@pytest.mark.parametrize("grid,prefix", [(None, 1), ((3, 5), 0), ((5, 3), 2), ((1, 4), 1)])
+def test_spatial_offsets_are_their_definition(options, grid, prefix):
+    """Outputs and all gradients."""
+    layer, _ = layer_and_tokens(**options)
+    rows, columns = grid or (3, 3)
+
+    def holder(letter, token):
+        (row, column), (down, right) = divmod(token - prefix, columns), SIDES[letter]
+        inside = 0 <= row + down < rows and 0 <= column + right < columns
+        return token + down * columns + right if token >= prefix and inside else token
+
+    layer.spatial_offsets *= 4  # `by_hand` has a letter for every head
+    x, embedding = torch.randn(2, 2, prefix + rows * columns, 24, dtype=torch.float64).requires_grad_().unbind()
+    embedding = embedding if layer.value_embeddings else None
+    call = dict(grid=grid, **dict(prefix=prefix) if prefix != 1 else {}, value_embedding=embedding)
+    y, weights = layer(x, need_weights=True, **call)
+    parts = [[x[row], x[row], None if embedding is None else embedding[row]] for row in range(2)]
+    want = torch.stack([by_hand(layer, *part, window=layer.window, holder=holder) for part in parts])
+    leaves = [t for t in (x, embedding, *layer.parameters()) if t is not None]
+    close(y, want, **EXACT)
+    close(*(torch.autograd.grad(result.square().sum(), leaves) for result in (y, want)), **EXACT)
+    close(weights.sum(-1), torch.ones_like(weights.sum(-1)), rtol=1e-5, atol=1e-5)
+
+
+def test_a_small_image_on_a_padded_grid_is_as_if_it_were_alone():
+    layer, _ = layer_and_tokens(preset="image", head_norm=True)
+    image, grid = torch.randn(1, 1 + 2 * 3, 24, dtype=torch.float64), torch.full((1, 4, 5, 24), torch.nan).double()
+    grid[:, 1:3, 1:4] = image[:, 1:].unflatten(1, (2, 3))
+    x = torch.cat([image[:, :1], grid.flatten(1, 2)], dim=1).requires_grad_()
+    hidden = x.isnan().all(-1)
+    y, alone = layer(x, key_padding_mask=hidden, grid=(4, 5)), layer(image, grid=(2, 3))
+    close(y[~hidden], alone[0], **EXACT)
+    losses = y[~hidden].square().sum(), alone.square().sum()
+    close(*(torch.autograd.grad(loss, list(layer.parameters())) for loss in losses), **EXACT)
+
+
+@pytest.mark.parametrize("tables", [False, True])
+def test_the_last_token_is_what_decode_attention_makes_of_the_cached_features_and_values(tables):
+    """Of the tokens before and of its own at its position; with tables of values alone too."""
+    turns = rotary_tables(torch.arange(9, dtype=torch.float64), 6) if tables else 10_000.0
+    layer, x = layer_and_tokens(preset="text", causal=True, window=6, rotary=turns)
+    (features, values), last = layer.features_and_values(x[:, :-1]), x[:, -1:]
+    query, value = layer.features_and_values(last, positions=torch.tensor([8]))
+    values = torch.cat([values, value], dim=1)
+    caches = [dict(keys=torch.cat([features, query], dim=1))]
+    caches += [dict(rotary=turns, channel_scales=layer.log_scale.exp().view(4, 6).float())] * tables
+    delays = dict(key_delays=layer.pairing.key_delays, value_delays=layer.pairing.value_delays)
+    for cache in caches:
+        y = decode_attention(query, layer.log_sigma.float(), values, window=6, constant_norm=True, **delays, **cache)
+        close(layer.proj(layer.gated(y, last).flatten(-2)), layer(x)[:, -1:], rtol=1e-5, atol=1e-5)
+
+
 def test_a_padded_causal_layer_with_offsets_takes_the_fused_kernel_compiled_too(monkeypatch):
     """Where no token sees padding nothing is hidden but by the causal mask, which every kernel serves."""
     layer, x = layer_and_tokens(torch.float32, causal=True, head_norm=True, head_offsets="PS")
@@ -194,15 +257,50 @@ def test_in_float32_by_the_fused_kernel_and_traced_by_fx(options):
     assert all(f"{name}={value}" in repr(layer) for name, value in options.items() if name != "preset")
 
 
-def test_wrong_offsets_and_masks_are_refused():
-    for letters in ("PX", "P2", 3):
-        with pytest.raises(ValueError, match="head_offsets must be made of the letters N, P, S"):
-            GaussianKernelAttention(24, 4, head_offsets=letters)
-    with pytest.raises(ValueError, match="head_offsets PSNNS has 5 letters but there are 4 heads"):
-        GaussianKernelAttention(24, 4, head_offsets="PSNNS")
-    layer, x = layer_and_tokens(head_offsets="PS")
-    with pytest.raises(ValueError, match="key_padding_mask must have shape"):
-        layer(x, key_padding_mask=torch.zeros(2, 8, dtype=torch.bool))
+@pytest.mark.parametrize("settings,error,message", [
+    (dict(head_offsets="PX"), ValueError, "head_offsets must be made of the letters N, P, S"),
+    (dict(head_offsets="P2"), ValueError, "head_offsets must be made of the letters N, P, S"),
+    (dict(head_offsets=3), ValueError, "head_offsets must be made of the letters N, P, S"),
+    (dict(head_offsets="PSNNS"), ValueError, "head_offsets PSNNS has 5 letters but there are 4 heads"),
+    (dict(preset="texts"), ValueError, "preset must be text, image or None"),
+    (dict(spatial_offsets="LX"), ValueError, "spatial_offsets must be letters of N, L, R, U, B, D"),
+    (dict(num_heads=3, preset="image"), ValueError, "spatial_offsets LRUB has 4 letters but there are 3 heads"),
+    (dict(preset="image", causal=True), ValueError, "spatial_offsets.* do not go with causal"),
+    (dict(preset="image", head_offsets="PS"), ValueError, "do not go with causal attention, head_offsets"),
+    (dict(preset="image", rotary=1e4), ValueError, "spatial_offsets.* do not go with causal attention, .* rotary"),
+    (dict(preset="text", num_heads=8), ValueError, "rotary needs an even head_dim, .* got 3"),
+    (dict(rotary=True), TypeError, "rotary must be theta, a number, or tables"),
+    (dict(rotary=-1), ValueError, "theta, must be positive"),
+    (dict(rotary=(torch.ones(9, 3), torch.ones(8, 3))), ValueError, "rotary must be two tables of .length, 3."),
+], ids=str)  # fmt: skip
+def test_wrong_settings_are_refused(settings, error, message):
+    with pytest.raises(error, match=message):
+        GaussianKernelAttention(24, **{"num_heads": 4, **settings})
+
+
+X, MASKED = torch.randn(2, 10, 24), torch.zeros(2, 10, dtype=torch.bool)
+
+
+@pytest.mark.parametrize("settings,call,error,message", [
+    (dict(head_offsets="PS"), dict(key_padding_mask=MASKED[:, 1:]), ValueError, "key_padding_mask must have shape"),
+    (dict(preset="text"), dict(context=X), ValueError, "rotary, head_gates is for self-attention"),
+    (dict(preset="image"), dict(context=X), ValueError, "spatial_offsets is for self-attention"),
+    (dict(value_embeddings=True), dict(context=X, value_embedding=X), ValueError, "value_embeddings is for self-"),
+    (dict(value_embeddings=True), dict(), ValueError, "value_embedding is needed"),
+    (dict(), dict(value_embedding=X), ValueError, "value_embedding is for layers with value_embeddings=True"),
+    (dict(value_embeddings=True), dict(value_embedding=X[:, 1:]), ValueError, "value_embedding must have the shape"),
+    (dict(preset="text", value_embeddings=True), dict(value_embedding=X[1:], key_padding_mask=MASKED), ValueError,
+     "value_embedding must have the shape of x"),
+    (dict(value_embeddings=True), dict(value_embedding=X.double()), TypeError, "value_embedding must have the dtype"),
+    (dict(preset="image"), dict(is_causal=True), ValueError, "spatial_offsets.* do not go with causal"),
+    (dict(preset="image"), dict(prefix=0), ValueError, "10 tokens without the first 0 are no square"),
+    (dict(preset="image"), dict(grid=(2, 5)), ValueError, "need 1 tokens and 2 x 5 patches, got 10 tokens"),
+    (dict(), dict(grid=(2, 5)), ValueError, "grid is for layers with spatial_offsets"),
+    (dict(rotary=(torch.ones(9, 3), torch.ones(9, 3))), dict(), ValueError, "tables of 9 positions, .* 10 tokens"),
+], ids=str)  # fmt: skip
+def test_wrong_calls_are_refused(settings, call, error, message):
+    with pytest.raises(error, match=message):
+        GaussianKernelAttention(24, 4, **settings)(X, **call)
 
 
 @pytest.mark.parametrize("dtype,tolerance", [(torch.bfloat16, 0.04), (torch.float16, 0.005)])
@@ -290,10 +388,42 @@ def test_an_exported_layer_with_a_window_takes_two_tokens_more_than_that_and_no_
         exported(21)
 
 
-def test_layer_survives_the_meta_device():
+TURNS = rotary_tables(torch.arange(9.0), 8)
+
+
+@pytest.mark.parametrize("options", [
+    dict(sigma_squared=5.0, channel_bandwidths=True), dict(preset="text"), dict(preset="image", value_embeddings=True),
+    dict(preset="text", rotary=TURNS),
+], ids=lambda options: "+".join(options))  # fmt: skip
+def test_layer_survives_the_meta_device_and_copies(options):
+    """What is not drawn is as in a new layer, and tables move with it."""
+    torch.manual_seed(1)
+    new = GaussianKernelAttention(32, 4, **options)
     with torch.device("meta"):
-        layer = GaussianKernelAttention(32, 2, sigma_squared=5.0, channel_bandwidths=True)
+        layer = GaussianKernelAttention(32, 4, **options)
     layer = layer.to_empty(device="cpu")
+    for t in (*layer.parameters(), *layer.buffers()):
+        t.data.fill_(torch.nan)
     layer.reset_parameters()
-    close(layer.log_sigma.exp().square(), torch.full((2,), 5.0))
-    assert not layer.log_scale.any() and torch.isfinite(layer(torch.randn(1, 3, 32))).all()
+    x = torch.randn(1, 9, 32)
+    call = dict(value_embedding=x, prefix=0) if layer.value_embeddings else {}
+    layer.proj.load_state_dict(new.proj.state_dict())
+    for same in (layer, copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
+        assert torch.equal(same(x, **call), new(x, **call))
+    assert {buffer.dtype for buffer in layer.bfloat16().buffers()} <= {torch.bfloat16}
+    assert layer.state_dict().keys() == {name for name, _ in layer.named_parameters()}
+
+
+def test_what_is_given_wins_over_a_preset_and_without_one_nothing_is_drawn_but_the_projection():
+    layer = GaussianKernelAttention(32, 4, preset="text", bias=True, sigma_squared=3.0, rotary=False, head_offsets="")
+    assert layer.proj.bias is not None and layer.sigma_squared == 3.0 and layer.rotary is layer.pairing is None
+    assert layer.head_norm and layer.channel_bandwidths and layer.head_gates and not layer.value_embeddings
+    assert GaussianKernelAttention(32, 4, preset="text").sigma_squared == 8 / 4
+    torch.manual_seed(0)
+    layer, after = GaussianKernelAttention(32, 4), torch.rand(())
+    torch.manual_seed(0)
+    projection = nn.Linear(32, 32)
+    assert torch.equal(layer.proj.weight, projection.weight) and torch.equal(torch.rand(()), after)
+    assert layer.sigma_squared == 8**0.5 and dict(layer.named_parameters()).keys() == {
+        "log_sigma", "proj.weight", "proj.bias",
+    }  # fmt: skip
