@@ -233,3 +233,25 @@ def test_the_operators_layer_assigned_by_hand():
     assert all(block.attn.log_sigma.grad.any() for block in model.blocks)
     block, x, mask = model.blocks[0], torch.randn(2, 5, 192).double(), torch.ones(5, 5, dtype=torch.bool).tril()
     torch.testing.assert_close(block(x, attn_mask=mask), block(x, is_causal=True), rtol=2e-6, atol=2e-6)  # its eps
+
+
+@pytest.mark.parametrize("settings", [dict(), dict(img_size=(32, 48), reg_tokens=2, channel_bandwidths=True)], ids=str)
+def test_the_layers_preset_is_the_models(settings):
+    """Outputs and all gradients of a model in which gka's layer, told the grid, stands for its own."""
+    model = small("gka", num_heads=4, spatial_offsets="LRUB", **settings).double()
+    twin, images = copy.deepcopy(model), torch.randn(2, 3, *model.patch_embed.img_size, dtype=torch.float64)
+    place = dict(grid=model.patch_embed.grid_size, prefix=model.num_prefix_tokens)
+    for block in twin.blocks:
+        has_scales = block.attn.log_scale is not None
+        layer = GaussianKernelAttention(24, 4, preset="image", channel_bandwidths=has_scales).double()
+        layer.load_state_dict(block.attn.state_dict())
+        layer.register_forward_pre_hook(lambda layer, x, call: (x, {**call, **place}), with_kwargs=True)
+        block.attn = layer
+    outputs = [one(images) for one in (model, twin)]
+    torch.testing.assert_close(*outputs, rtol=1e-9, atol=1e-9)
+    for result in outputs:
+        result.square().sum().backward()
+    theirs = dict(twin.named_parameters())
+    for name, p in model.named_parameters():
+        torch.testing.assert_close(theirs.pop(name).grad, p.grad, rtol=1e-9, atol=1e-9)
+    assert not theirs

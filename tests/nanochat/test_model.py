@@ -7,6 +7,7 @@ import itertools
 import pytest
 import torch
 
+from gka import GaussianKernelAttention
 from nanochat_gka.model.accounting import meta_model, parameter_counts
 from nanochat_gka.model.attention import build_attention
 from nanochat_gka.model.blocks import Rotary, norm
@@ -113,6 +114,48 @@ def test_later_tokens_change_nothing_and_every_parameter_learns(variant):
     no_rows = model(torch.zeros(0, 16, dtype=torch.long))
     assert no_rows.shape == (0, 16, 70)
     no_rows.sum().backward()
+
+
+PUBLIC_NAMES = {"channel_log_scales": "log_scale", "c_proj.weight": "proj.weight"}
+
+
+class PublicLayer(torch.nn.Module):
+    """gka's layer in the place of a model's, with its weights."""
+
+    ve_proj = None
+
+    def __init__(self, old, **settings):
+        super().__init__()
+        width, heads = old.config.n_embd, old.config.n_head
+        has_embedding = old.ve_gate is not None
+        masks = dict(causal=True, window=old.window)
+        self.new = GaussianKernelAttention(width, heads, value_embeddings=has_embedding, **masks, **settings)
+        self.new.load_state_dict({PUBLIC_NAMES.get(name, name): t for name, t in old.state_dict().items()})
+
+    def forward(self, x, value_embedding, rotary, context):
+        return self.new(x, value_embedding=value_embedding)
+
+
+@pytest.mark.parametrize("value_embeds", ["none", "all"])
+def test_the_layers_preset_is_the_models(value_embeds):
+    """Logits and all gradients of a model in which gka's layer, with the model's tables, stands for its own."""
+    model = awake(dataclasses.replace(SHAPE, **{**PRESET, "value_embeds": value_embeds}))
+    for name, p in model.named_parameters():
+        if name.endswith("ve_gate.weight"):
+            torch.nn.init.normal_(p)
+    twin, ids = copy.deepcopy(model), torch.randint(70, (2, 16))
+    for block in twin.transformer.h:
+        block.attn = PublicLayer(block.attn, preset="text", rotary=model.rotary.tables)
+    logits = [one(ids) for one in (model, twin)]
+    torch.testing.assert_close(*logits)
+    for result in logits:
+        result.square().sum().backward()
+    theirs = {name.replace("attn.new.", "attn."): p.grad for name, p in twin.named_parameters()}
+    for name, p in model.named_parameters():
+        for old, new in PUBLIC_NAMES.items():
+            name = name.replace(f"attn.{old}", f"attn.{new}")
+        torch.testing.assert_close(theirs.pop(name), p.grad, rtol=1e-5, atol=1e-6 * p.grad.abs().max().item())
+    assert not theirs
 
 
 def test_projected_value_embeddings_are_tables_of_the_projected_embedding():
