@@ -228,7 +228,7 @@ def test_the_small_vision_model_learns_and_continues(tree):
         command = tree.lines("train-small", DATA="digits", BASE=str(tree.folder / "out"), ARGS=flags)[-1]
         done = tiny_vision.call(*command, folder=tree.folder / "output")
     assert "32 pixels a side" in done.stdout and "resuming at update 20" in done.stdout
-    assert vision_runs.accuracy(tree.folder / "out/runs", "small-digits") > 60
+    assert vision_runs.accuracy(tree.folder / "out/runs", "small-digits") > 45  # chance is 10
 
 
 @pytest.mark.parametrize("name", ["runs/check.py", "trainkit_gka/gpus.py"])
