@@ -12,9 +12,10 @@ from safetensors.torch import load_file
 import gpt_runs
 import tiny
 from gpt_runs import MODULE, STEPS, flags
-from nanochat_gka import evaluate, pack
+from nanochat_gka import evaluate, pack, train
 from nanochat_gka.data.loader import PackedData, RowStream
 from nanochat_gka.model.accounting import meta_model, scaling_parameters
+from nanochat_gka.model.attention import GKAAttention
 from nanochat_gka.model.checkpoints import load
 from nanochat_gka.model.config import GPTConfig
 from nanochat_gka.model.gpt import build
@@ -209,6 +210,21 @@ def test_more_processes_than_rows_are_refused():
     model = meta_model(training.shape(2, tiny.SEQUENCE_LEN, 300))
     with tiny.one_line_error("8 rows for 9 processes; raise --total-batch-size"):
         training.horizon(model, processes=9)
+
+
+def test_dense_masks_of_documents_are_small(packed, tmp_path, monkeypatch):
+    """Here of 64 tokens, two rows: sdpa, which other processors fall back on, mixes all rows at once."""
+    monkeypatch.setattr(train, "MOST_PACKED", 64)
+    monkeypatch.setattr(GKAAttention, "operator", lambda *_: "sdpa")
+    shape = dict(depth=2, aspect_ratio=16, head_dim=16, num_iterations=1, total_batch_size=8 * tiny.SEQUENCE_LEN)
+    settings = dict(data=packed / "packed", out=tmp_path, device_batch_size=8, **shape)
+    for document_mask, rows in ((True, 2), (False, 8)):
+        one = TrainConfig(document_mask=document_mask, **settings)
+        assert train.Trainer(one, Runtime(0, 1, torch.device("cpu"))).batch_size == rows
+    monkeypatch.setattr(train, "MOST_PACKED", 31)
+    for attention in ("gka", "softmax"):
+        error = gpt_runs.refused(packed, tmp_path, "--document-mask", "--attention", attention)
+        assert "rows have 32: pack rows of at most 31 tokens" in error
 
 
 @pytest.mark.parametrize("local_rank, checks", [("0", True), ("1", False)])
