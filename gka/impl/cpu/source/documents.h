@@ -13,10 +13,10 @@ constexpr double LONG = 1.5;  // a head of a document, measured in what a thread
 struct Documents {
   const GkaRequest& q;
   int32_t phase;
-  int64_t number_size, row_size;                          // bytes of a feature, and of row_state for one query
+  int64_t number_size, row_size;                        // bytes of a feature, and of row_state for one query
   int64_t (*scratch_size)(const GkaRequest*, int32_t);  // of one document
-  std::vector<int64_t> order;                             // the documents that have tokens, the longest first
-  size_t shared = 0;                                      // so many of them are computed by all threads
+  std::vector<int64_t> order;                           // the documents that have tokens, the longest first
+  size_t shared = 0;                                    // so many of them are computed by all threads
 
   Documents(const GkaRequest& q, int32_t phase, int64_t number_size, int64_t row_size,
             int64_t (*scratch_size)(const GkaRequest*, int32_t))
