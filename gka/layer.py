@@ -384,7 +384,7 @@ def document_starts(x: torch.Tensor, mask: dict, dim: int, num_heads: int) -> to
 
 def positions_since(starts: torch.Tensor) -> torch.Tensor:
     """The position of every token in its document, (T,)."""
-    return torch.arange(len(starts), device=starts.device) - starts
+    return torch.arange(starts.shape[0], device=starts.device) - starts  # len() would fix it in exports
 
 
 def checked_embedding(
