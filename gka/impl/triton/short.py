@@ -95,7 +95,7 @@ def gka_short_kernel(x_rows, x_tail, p_log_sigma, p_norm, p_y, p_level, H, T, he
         log_sigma = gl.load(p_log_sigma + bh % H).to(gl.float32)
         log_sigma = gl.where(log_sigma > BOUND, BOUND, gl.where(log_sigma < -BOUND, -BOUND, log_sigma))
         scale = LOG2_E * gl.exp(-2.0 * log_sigma)
-        row = bh.to(gl.int64) * T
+        row = bh.to(gl.int64) * T  # type: ignore[attr-defined]
 
         for block in gl.static_range(4):
             o_i = block * 64 + o_t
