@@ -81,6 +81,7 @@ def use_gka(
         if isinstance(part, PreTrainedModel):
             part.set_attn_implementation(NAME)
             part.config._attn_implementation = NAME  # a part of a larger model may keep its own otherwise
+            part._weight_conversions = []  # `save_pretrained` would rename parameters as an older version named them
     for layer, names, parts in changes:
         for name in names:
             setattr(layer, name, nn.Identity())

@@ -40,8 +40,8 @@ def vit(preset=None, seed=0, **options):
     return filled(use_gka(transformers.ViTForImageClassification(config), preset=preset, **options))
 
 
-def llama(preset=None, kind="Llama", **sizes):
-    torch.manual_seed(0)
+def llama(preset=None, kind="Llama", seed=0, **sizes):
+    torch.manual_seed(seed)
     config = getattr(transformers, f"{kind}Config")(**SIZES | sizes, pad_token_id=0, bos_token_id=1, eos_token_id=2)
     return filled(use_gka(getattr(transformers, f"{kind}ForCausalLM")(config), preset=preset)).eval()
 
@@ -98,6 +98,23 @@ def test_trainer_trains_it_and_what_it_saves_loads(tmp_path):
     again.load_state_dict(load_file(tmp_path / "model" / "model.safetensors"))
     for same in (again, copy.deepcopy(again)):
         assert torch.equal(same(ids(), attention_mask=MASK).logits, model.eval()(ids(), attention_mask=MASK).logits)
+
+
+@pytest.mark.parametrize("build, preset", [(vit, "image"), (llama, "text")])
+def test_steps_of_training_are_saved_and_loaded(build, preset, tmp_path):
+    model, again = build(preset), build(preset, seed=1)
+    inputs = (torch.randn(3, 3, 16, 24), torch.tensor([0, 1, 2])) if build is vit else (ids(), ids())
+    call = lambda model: model(inputs[0], labels=inputs[1])  # noqa: E731
+    optimizer, losses = torch.optim.AdamW(model.parameters(), lr=1e-3), []
+    for _ in range(5):
+        losses.append(call(model).loss)
+        losses[-1].backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    model.save_pretrained(tmp_path)
+    again.load_state_dict(load_file(tmp_path / "model.safetensors"))
+    assert losses[-1] < losses[0]
+    assert torch.equal(call(again.eval()).logits, call(model.eval()).logits)
 
 
 @pytest.mark.parametrize("build, preset, named", [(bert, "text", {}), (vit, "image", dict(grid=(4, 6)))])
