@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 
 from gka.masking import document_bounds
-from gka.request import GaussianRequest, Request
+from gka.request import PADDING, GaussianRequest, Request
 from gka.validation import readable
 
 Padding = tuple[torch.Tensor | None, torch.Tensor | None]
@@ -81,14 +81,17 @@ def without_padding(request: GaussianRequest) -> GaussianRequest:
     hidden = padding(request)
     if hidden is None:
         return request
-    return _changed(request, lambda t: t.masked_fill(hidden[:, :, None, None], 0.0))
+    return _changed(request, lambda t: torch.where(hidden[:, :, None, None], 0.0, t))
 
 
 def without_nonfinite(request: GaussianRequest) -> tuple[GaussianRequest, torch.Tensor | None]:
-    """(The request with zeros in the place of tokens that are not finite; which rows see one, (B, Tq, H, 1) bool.) The
-    second is None, and the request unchanged, where every query sees every key or all tokens are finite.
+    """(The request with zeros in the place of tokens that are not finite; which rows see one, (B, Tq, H, 1) bool.)
+
+    The second is None, and the request unchanged, where a key is hidden from all queries or none, and on CPUs where all
+    tokens are finite. Elsewhere this reads each tensor twice and writes it once, whether or not a token is bad: a
+    kernel multiplies hidden keys of a visible tile by 0, and asking the device first would stall every call.
     """
-    if not request.hiding:
+    if set(request.hiding) <= PADDING:
         return request, None
     tensors = {name: t for name in ("x", "keys", "values") if (t := getattr(request, name)) is not None}
     if all(readable(t) and math.isfinite(t.detach().sum().item()) for t in tensors.values()):
@@ -96,7 +99,7 @@ def without_nonfinite(request: GaussianRequest) -> tuple[GaussianRequest, torch.
     bad = {name: _not_finite(t) for name, t in tensors.items()}
     if all(readable(where) and not where.any() for where in bad.values()):
         return request, None
-    cleared = {name: getattr(request, name).masked_fill(where[..., None], 0.0) for name, where in bad.items()}
+    cleared = {name: torch.where(where[..., None], 0.0, tensors[name]) for name, where in bad.items()}
     of_keys = bad["x"] if request.own_keys else bad["keys"]
     of_keys = of_keys | bad["values"] if "values" in bad else of_keys
     rows = _sees_some(request, of_keys) | bad["x"]
@@ -108,14 +111,14 @@ def without_nonfinite(request: GaussianRequest) -> tuple[GaussianRequest, torch.
 def with_zeros_and_nan(request: GaussianRequest, y: torch.Tensor, nan_rows: torch.Tensor | None) -> torch.Tensor:
     """y with NaN in the rows that `without_nonfinite` names, and zeros for padded queries and those without keys."""
     if nan_rows is not None:
-        y = y + torch.zeros_like(y).masked_fill(nan_rows, float("nan"))
+        y = y + torch.where(nan_rows, torch.nan, 0.0).to(y.dtype)  # one number a row, so that y is read once
     hidden = padding(request)
-    if hidden is not None or request.attn_mask is not None:
+    if request.attn_mask is not None or (hidden is not None and not request.own_keys):  # else a token sees itself
         seen = visible(request)
         empty = ~seen[(None,) * (4 - seen.dim())].any(-1, keepdim=True)
-        y = y.masked_fill(empty.transpose(1, 2), 0.0)
+        y = torch.where(empty.transpose(1, 2), 0.0, y)
     if request.own_keys and hidden is not None:
-        y = y.masked_fill(hidden[:, :, None, None], 0.0)
+        y = torch.where(hidden[:, :, None, None], 0.0, y)
     return y
 
 
@@ -182,7 +185,9 @@ def _changed(request: GaussianRequest, function: Callable) -> GaussianRequest:
 
 
 def _not_finite(t: torch.Tensor) -> torch.Tensor:
-    return ~t.detach().isfinite().all(-1)
+    """Which tokens have a channel that is NaN or infinite, (B, T, H), in one pass."""
+    largest = torch.linalg.vector_norm(t.detach(), torch.inf, dim=3)  # traced with B = 0, torch takes no dim of -1
+    return largest - largest != 0
 
 
 def _sees_some(request: GaussianRequest, keys: torch.Tensor) -> torch.Tensor:
@@ -192,7 +197,7 @@ def _sees_some(request: GaussianRequest, keys: torch.Tensor) -> torch.Tensor:
     if (hidden := padding(request)) is not None:
         keys = keys & ~hidden[:, :, None]
     num_keys, (before, after) = request.num_keys, request.mask.reach
-    counts = F.pad(keys.cumsum(1), (0, 0, 1, 0))  # of those before each place
+    counts = F.pad(keys.cumsum(1, dtype=torch.int32), (0, 0, 1, 0))  # of those before each place
     i = torch.arange(num_keys - request.num_queries, num_keys, device=keys.device)
     first = torch.zeros_like(i) if before is None else (i - before).clamp(min=0)
     end = torch.full_like(i, num_keys) if after is None else (i + after + 1).clamp(max=num_keys)

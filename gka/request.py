@@ -123,4 +123,5 @@ class SoftmaxRequest(Request):
 
 
 OPTIONS = tuple(option.name for option in fields(GaussianRequest) if option.default is None)
-PADDING_AND_MASKS = {"lengths", "key_padding_mask", "attn_mask", "cu_seqlens"}
+PADDING = {"lengths", "key_padding_mask"}
+PADDING_AND_MASKS = {*PADDING, "attn_mask", "cu_seqlens"}
