@@ -23,6 +23,39 @@ LOST = (
 )
 
 
+def extended(features: torch.Tensor, channels: list) -> torch.Tensor:
+    """Features with more channels, each (B, T, H) or a number; on CUDA zeros make the width a multiple of 8, as fused
+    kernels want it.
+    """
+    # Numbers are filled in on the device: a copy from the CPU would stall, and cannot be captured in a CUDA graph.
+    shape = features.shape[:-1]
+    zeros = -(features.shape[-1] + len(channels)) % 8 if features.is_cuda else 0
+    added = [t if isinstance(t, torch.Tensor) else features.new_full(shape, t) for t in channels]
+    return torch.cat([features, torch.stack(added, dim=-1), features.new_zeros(*shape, zeros)], dim=-1)
+
+
+def of_constant_norm(request: GaussianRequest, widest: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    """(x / sigma^2, the keys), both in x.dtype, (B, T, H, D), where the norms of keys cancel.
+
+    In half precision the gradient of sigma needs one: sum_ij dS_ij S_ij is small only because a row of dS adds up to 0,
+    but for rounding, so S_ii = |x|^2 / sigma^2 is subtracted in a channel of x, unless that makes it wider than
+    `widest`.
+    """
+    inverse, x = inverse_variance(request.log_sigma), request.x
+    scaled = (x * inverse[:, None]).to(x.dtype)
+    learns_sigma = request.needs_grad and request.log_sigma.requires_grad
+    fits = widest is None or request.head_dim < widest
+    if not (learns_sigma and x.dtype.itemsize == 2 and fits):
+        return scaled, request.key_features
+    diagonal = (-norm2(x.detach()) * inverse).clamp(min=torch.finfo(x.dtype).min)
+    return extended(scaled, [diagonal.to(x.dtype)]), extended(request.key_features, [1.0])
+
+
+def norm2(x: torch.Tensor) -> torch.Tensor:
+    """|x|^2 of half precision, (B, T, H) in float32, without a copy of x in float32."""
+    return torch.linalg.vector_norm(x, dim=-1, dtype=torch.float32).square()
+
+
 class Expansion(NamedTuple):
     """The arguments in at least float32."""
 

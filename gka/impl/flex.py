@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.nn.functional as F
 
-from gka.bandwidth import inverse_variance
-from gka.expansion import expand
+from gka.expansion import expand, of_constant_norm
 from gka.masking import Mask
 from gka.padding_and_masks import padding, with_zeros_and_nan, without_nonfinite, without_padding
 from gka.request import GaussianRequest, Request, Serves, SoftmaxRequest
@@ -23,6 +22,7 @@ if TYPE_CHECKING:  # imported where it is used: it brings SymPy, a quarter of th
 
 TILE = 128
 PROGRAMS = 128
+WIDEST = 128  # width of queries that one more channel makes; it is rounded up to a power of two, in shared memory
 SERVES = Serves(
     options=frozenset({"causal", "window", "lengths", "key_padding_mask"}),
     applies_eps=False,
@@ -47,15 +47,14 @@ def dot_product(request: SoftmaxRequest) -> torch.Tensor:
 
 
 def gaussian(request: GaussianRequest) -> torch.Tensor:
-    """y, (B, Tq, H, D) in x.dtype; precision as in `sdpa.gaussian`.
+    """y, (B, Tq, H, D) in x.dtype. With constant norms x / sigma^2 is rounded to it, else half precision is computed in
+    float32.
 
     x is scaled, not the scores: those would make the gradient of log_sigma one atomic addition per score.
     """
     original, (request, nan_rows) = request, without_nonfinite(without_padding(request))
-    x = request.x
     if request.constant_norm:
-        scaled = (x * inverse_variance(request.log_sigma)[:, None]).to(x.dtype)
-        y = _attend(scaled, request.key_features, request.value_features, request, 1.0)
+        y = _attend(*of_constant_norm(request, WIDEST), request.value_features, request, 1.0)
         return with_zeros_and_nan(original, y, nan_rows)
     scaled, keys, values, a, b, offset = expand(request)
     a, b = (F.pad(t.transpose(1, 2), (0, _round_up(t.shape[1]) - t.shape[1])) for t in (a, b))  # (B, H, whole tiles)
@@ -64,7 +63,7 @@ def gaussian(request: GaussianRequest) -> torch.Tensor:
         return score + (a[batch, h, i] + b[batch, h, j])
 
     y = _attend(scaled, keys, keys if values is None else values, request, 1.0, score_mod=add_norms)
-    return with_zeros_and_nan(original, (y if offset is None else y + offset).to(x.dtype), nan_rows)
+    return with_zeros_and_nan(original, (y if offset is None else y + offset).to(request.x.dtype), nan_rows)
 
 
 def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, request: Request, scale: float, score_mod: Any = None):

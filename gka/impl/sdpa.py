@@ -4,10 +4,12 @@ The kernel's exponent is a dot product of features with two more channels (docs/
 
     S_ij = -|x_i - k_j|^2 / (2 sigma^2) = [x_i / sigma^2, -|x_i|^2 / (2 sigma^2), 1] . [k_j, 1, -|k_j|^2 / (2 sigma^2)]
 
-Heads of constant norm need neither: plain attention with q = x / sigma^2. In half precision the gradient of sigma does:
-sum_ij dS_ij S_ij is small only because a row of dS adds up to 0, but for rounding, so S_ii = |x|^2 / sigma^2 is
-subtracted in a channel of x. `eps` is ignored: since K_ii = 1 it changes y by at most a relative 1e-6. In forward mode
-the product is made of torch's operations that are not fused, which have derivatives of every order.
+Heads of constant norm need neither: plain attention with q = x / sigma^2. `eps` is ignored: since K_ii = 1 it changes y
+by at most a relative 1e-6. In forward mode the product is made of torch's operations that are not fused, which have
+derivatives of every order.
+
+Half precision is computed in float32, but for self-attention on the devices of KEEPS_HALF, where torch's kernels are
+many times faster in half precision. There each norm takes three channels, which add up to the float32 number.
 """
 
 import contextlib
@@ -18,7 +20,7 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from gka.bandwidth import inverse_variance
-from gka.expansion import expand
+from gka.expansion import expand, extended, norm2, of_constant_norm
 from gka.padding_and_masks import bias, visible, with_zeros_and_nan, without_nonfinite, without_padding
 from gka.request import PADDING_AND_MASKS, GaussianRequest, Request, Serves, SoftmaxRequest
 
@@ -28,6 +30,10 @@ SERVES = Serves(
     applies_eps=False,
     fused_on=("cuda", "cpu"),
 )
+KEEPS_HALF = frozenset({"cuda"})  # kinds of devices
+# The product's scale, by which queries and norms are divided: float16 then holds |x|^2 / (2 sigma^2) up to 1e6. Beyond
+# that y is NaN.
+SCALES = {torch.bfloat16: 1.0, torch.float16: 16.0}
 
 
 def unavailable(request: Request) -> str | None:
@@ -48,28 +54,50 @@ def dot_product(request: SoftmaxRequest) -> torch.Tensor:
 def gaussian(request: GaussianRequest) -> torch.Tensor:
     """y, (B, Tq, H, D) in x.dtype.
 
-    With constant norms x / sigma^2 is rounded to x.dtype; without, half precision is computed in float32.
+    With constant norms x / sigma^2 is rounded to x.dtype, and with others where `_keeps_half`; else half precision is
+    computed in float32.
     """
     original, (request, nan_rows) = request, without_nonfinite(without_padding(request))
-    x, log_sigma, offset = request.x, request.log_sigma, None
-    is_half, learns_sigma = x.dtype.itemsize == 2, request.needs_grad and log_sigma.requires_grad
-    padding = -(request.head_dim + 2) % 8 if x.is_cuda else 0  # fused CUDA kernels want multiples of 8
+    x, values, offset, scale = request.x, request.values, None, 1.0
     if request.constant_norm:
-        inverse, keys, values = inverse_variance(log_sigma), request.key_features, request.values
-        scaled = (x * inverse[:, None]).to(x.dtype)
-        if not (is_half and learns_sigma):
-            y = _attend(scaled, keys, request.value_features, request, 1.0)
-            return with_zeros_and_nan(original, y, nan_rows)
-        diagonal = -torch.linalg.vecdot(x.float(), x.float()).detach() * inverse
-        diagonal = diagonal.clamp(min=torch.finfo(x.dtype).min).to(x.dtype)  # one number in a row, so y stays
-        q, k = _extend(scaled, diagonal, 0.0, padding), _extend(keys, 1.0, 0.0, padding)
+        q, k = of_constant_norm(request)
+    elif _keeps_half(request):
+        scale, half_norm2 = SCALES[x.dtype], -0.5 * norm2(x)
+        inverse = inverse_variance(request.log_sigma) / scale
+        scaled, exponent = (x * inverse[:, None]).to(x.dtype), half_norm2 * inverse
+        a, b = exponent.to(x.dtype), (half_norm2 * inverse.detach()).to(x.dtype)
+        rest = _rest(exponent, a)
+        # What sigma gets from b it gets through these, each a sum over a row of dS. Gradients of b are sums over
+        # columns: they are no small numbers, and rounding them costs dlog_sigma up to ten times its size.
+        one = (inverse / inverse.detach()).expand(exponent.shape).to(x.dtype)
+        q, k = extended(scaled, [a, *rest, one, one, one]), extended(x, [1.0, 1.0, 1.0, b, *rest])
     else:
         scaled, keys, values, a, b, offset = expand(request)
-        q, k = _extend(scaled, a, 1.0, padding), _extend(keys, 1.0, b, padding)
+        q, k = extended(scaled, [a, 1.0]), extended(keys, [1.0, b])
     # Values are as wide as keys: with unequal head sizes torch falls back to N x N.
-    v = k if values is None else F.pad(values, (0, k.shape[-1] - request.head_dim))
-    y = _attend(q, k, v, request, 1.0)[..., : request.head_dim]
+    wider = k.shape[-1] - request.head_dim
+    v = k if values is None else F.pad(values, (0, wider)) if wider else values
+    y = _attend(q, k, v, request, scale)[..., : request.head_dim]
     return with_zeros_and_nan(original, (y if offset is None else y + offset).to(x.dtype), nan_rows)
+
+
+def _keeps_half(request: GaussianRequest) -> bool:
+    """Whether features of any norm are multiplied in half precision.
+
+    Each row must see its own token: rounding x / sigma^2 moves S_ij by about machine epsilon times |x_i| |x_i - k_j| /
+    sigma^2, which is small for the near keys that then have all the weight. Foreign keys and those of an attn_mask,
+    whose numbers would be rounded too, may all be far.
+    """
+    sees_itself = request.own_keys and request.attn_mask is None
+    is_half = request.x.dtype.itemsize == 2 and request.x.device.type in KEEPS_HALF
+    return is_half and sees_itself and not request.forward_mode
+
+
+def _rest(t: torch.Tensor, rounded: torch.Tensor) -> list[torch.Tensor]:
+    """Two numbers in the precision of `rounded` that it lacks of t, a float32."""
+    lacking = (t - rounded).detach()
+    middle = lacking.to(rounded.dtype)
+    return [middle, (lacking - middle).to(rounded.dtype)]
 
 
 def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, request: Request, scale: float) -> torch.Tensor:
@@ -121,11 +149,3 @@ class _Once(torch.autograd.Function):
             'impl="sdpa" has no second derivatives where torch takes a fused kernel; use impl="reference" for double '
             "backward, or torch.nn.attention.sdpa_kernel(SDPBackend.MATH)"
         )
-
-
-def _extend(features: torch.Tensor, first, second, padding: int) -> torch.Tensor:
-    """Features with two more channels, each (B, T, H) or a number, and `padding` zeros."""
-    # Numbers are filled in on the device: a copy from the CPU would stall, and cannot be captured in a CUDA graph.
-    shape = features.shape[:-1]
-    channels = [t if isinstance(t, torch.Tensor) else features.new_full(shape, t) for t in (first, second)]
-    return F.pad(torch.cat([features, torch.stack(channels, dim=-1)], dim=-1), (0, padding))

@@ -1,18 +1,21 @@
 """sdpa, cpu and flex against the float64 oracle: outputs, all gradients, odd sizes, masks, sigma^2 not a power of 2."""
 
+import contextlib
 import math
 from dataclasses import replace
 from functools import partial
 
 import pytest
 import torch
+import torch.nn.attention.flex_attention
 import torch.nn.functional as F
 
 from gka import dot_product_attention, gaussian_attention, select_impl, testing
 from gka.dispatch import BASELINES
+from gka.impl import flex
 from gka.masking import Mask
 from gka.testing import Problem, make_log_sigma
-from operator_cases import AUTO_ON_CPU, FUSED, IMPLS, MASKS, check
+from operator_cases import AUTO_ON_CPU, FUSED, IMPLS, MASKS, check, half_kept
 
 SHAPES = [(2, 1, 2, 16), (1, 63, 2, 32), (2, 111, 3, 24), (1, 197, 1, 64), (1, 129, 2, 1)]
 
@@ -30,6 +33,23 @@ def test_float32(shape, causal, window, impl):
 @pytest.mark.parametrize("kind", ["normal", "clusters"])
 def test_sdpa_half_precision(kind, dtype, causal):
     check("sdpa", (2, 63, 2, 32), dtype, kind, causal, device="cpu")
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("kind", [*testing.KINDS, "all+10"])
+def test_sdpa_in_half_precision_throughout(kind, dtype, causal):
+    """Within the budget of float32's exponents."""
+    with half_kept():
+        check("sdpa", (2, 197, 2, 64), dtype, kind, causal, device="cpu")
+        check("sdpa", (2, 197, 2, 64), dtype, kind, causal, with_values=True, device="cpu")
+
+
+@pytest.mark.parametrize("causal,window", MASKS)
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda s: "x".join(map(str, s)))
+def test_sdpa_in_half_precision_throughout_at_odd_sizes(shape, causal, window):
+    with half_kept():
+        check("sdpa", shape, torch.bfloat16, causal=causal, window=window, with_values=True, device="cpu")
 
 
 @pytest.mark.parametrize("impl", FUSED["cpu"])
@@ -81,14 +101,16 @@ def test_foreign_keys_and_values_have_gradients_of_their_own(causal, with_values
         assert torch.equal(half, single.to(half.dtype))
 
 
+@pytest.mark.parametrize("context", [contextlib.nullcontext, half_kept], ids=["float32", "half"])
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("kind", ["x10", "x50", "+50", "+500"])
-def test_bfloat16_carries_the_norms_in_full(kind, causal):
+def test_bfloat16_carries_the_norms_in_full(kind, causal, context):
     """Foreign values, as own ones hide what is lost."""
     log_sigma = 0.5 * torch.log(torch.tensor([8.0, 32.0]))
     fields = dict(with_values=True, mask=Mask(causal), log_sigma=log_sigma, with_gradients=False)
     problem = Problem.seeded(kind, (1, 111, 2, 32), torch.bfloat16, **fields)
-    got = testing.run(partial(gaussian_attention, causal=causal, impl="sdpa"), problem).y
+    with context():
+        got = testing.run(partial(gaussian_attention, causal=causal, impl="sdpa"), problem).y
     assert testing.error(got, testing.oracle(problem).y) <= torch.finfo(torch.bfloat16).eps
 
 
@@ -117,16 +139,22 @@ def test_constant_norm_through_the_normalisation(causal, window, dtype):
         assert testing.error(value, want[name]) <= floor * condition, name
 
 
+@pytest.mark.parametrize("impl", ["sdpa", "flex"])
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("sigma_squared", [10.4, 8.0, 6.0])
-def test_constant_norm_learns_narrow_bandwidths_in_half_precision(sigma_squared, dtype, causal):
-    """The gradient of sigma is as good as plain PyTorch's: the small rest of exponents as large as |x|^2 / sigma^2."""
+def test_constant_norm_learns_narrow_bandwidths_in_half_precision(sigma_squared, dtype, causal, impl, monkeypatch):
+    """The gradient of sigma is as good as plain PyTorch's: the small rest of exponents as large as |x|^2 / sigma^2.
+
+    FlexAttention's backward pass is the one that torch has for CPUs and does not offer.
+    """
+    monkeypatch.setattr(flex, "unavailable", lambda request: None)
+    monkeypatch.setattr(torch.nn.attention.flex_attention, "_validate_device", lambda *tensors: None)
     shape, log_sigma = (2, 197, 8, 64), torch.full((8,), 0.5 * math.log(sigma_squared))
     norm = partial(F.rms_norm, normalized_shape=shape[-1:])
     fields = dict(mask=Mask(causal), front=norm, log_sigma=log_sigma, with_values=True)
     problem = Problem.seeded("normal", shape, dtype, **fields)
-    fast = partial(gaussian_attention, causal=causal, constant_norm=True, impl="sdpa")
+    fast = partial(gaussian_attention, causal=causal, constant_norm=True, impl=impl)
     want = testing.oracle(problem).dlog_sigma
     off, by_plain = (testing.error(t.dlog_sigma, want) for t in (testing.run(fast, problem), testing.plain(problem)))
     assert off <= 2 * by_plain + 2 * torch.finfo(dtype).eps
@@ -175,9 +203,11 @@ def test_dot_product_baseline_agrees_with_its_definition():
             )
 
 
-def test_float16_keeps_the_norms_that_do_not_fit_its_range():
+@pytest.mark.parametrize("context", [contextlib.nullcontext, half_kept], ids=["float32", "float16"])
+def test_float16_keeps_the_norms_that_do_not_fit_its_range(context):
     problem = Problem(testing.make_features("normal", (1, 20, 1, 4), torch.float16) + 300, torch.tensor([-0.3]))
-    got = testing.run(partial(gaussian_attention, impl="sdpa"), problem).y
+    with context():
+        got = testing.run(partial(gaussian_attention, impl="sdpa"), problem).y
     assert testing.error(got, testing.oracle(problem).y) <= torch.finfo(torch.float16).eps
 
 

@@ -73,6 +73,26 @@ def test_auto_takes_the_kernels_as_if_the_gpu_could_run_them():
         gaussian_attention(features(requires_grad=True), log_sigma(), impl="flex")
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("constant_norm", [False, True])
+def test_sdpa_multiplies_in_half_precision_where_a_row_sees_its_own_token(constant_norm, dtype, monkeypatch):
+    """In widths that torch's fused kernels take: 32 channels and those of the norms are 40."""
+    taken, attend = [], torch.nn.functional.scaled_dot_product_attention
+    monkeypatch.setattr(
+        torch.nn.functional, "scaled_dot_product_attention",
+        lambda q, *arguments, **options: taken.append((q.dtype, q.shape[-1])) or attend(q, *arguments, **options),
+    )  # fmt: skip
+    x, seen = features(dtype), torch.empty(20, 20, dtype=torch.bool, device="cuda")
+    own = {}, dict(causal=True), dict(window=5), dict(values=features(dtype))
+    for arguments in own:
+        gaussian_attention(x, log_sigma(), constant_norm=constant_norm, impl="sdpa", **arguments)
+    assert set(taken) == {(dtype, 32 if constant_norm else 40)}
+    taken.clear()
+    for arguments in (dict(keys=features(dtype)), dict(attn_mask=seen)):
+        gaussian_attention(x, log_sigma(), constant_norm=constant_norm, impl="sdpa", **arguments)
+    assert set(taken) == {(dtype, 32) if constant_norm else (torch.float32, 40)}
+
+
 RECIPES = {  # (B, T, H, D), and how the layer calls the operator
     "DeiT-Ti": ((4, 197, 3, 64), {}),
     "DeiT-B": ((4, 197, 12, 64), {}),

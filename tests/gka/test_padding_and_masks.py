@@ -14,7 +14,17 @@ from gka import gaussian_attention, gaussian_weights, select_impl, testing
 from gka.dispatch import IMPLEMENTATIONS
 from gka.masking import Mask
 from gka.testing import Problem, make_features, make_log_sigma
-from operator_cases import AUTO_ON_CPU, DEVICE, FUSED, IMPLS, STRIDES, TRITON, check_parts, gradients
+from operator_cases import (
+    AUTO_ON_CPU,
+    DEVICE,
+    FUSED,
+    IMPLS,
+    STRIDES,
+    TRITON,
+    check_parts,
+    gradients,
+    half_kept,
+)
 
 LEARNING = ["reference", *FUSED["cpu"]]
 LENGTHS = [9, 4, 0, 1, 23, 23, 60]
@@ -193,6 +203,15 @@ def test_what_a_row_sees_is_not_hidden_and_what_it_cannot_see_does_not_touch_it(
         tolerance = dict(rtol=1e-4, atol=1e-4) if dtype == torch.float32 else dict(rtol=0.02, atol=0.02)
         torch.testing.assert_close(got.pop("y")[~touched], want.pop("y")[~touched], **tolerance)
         torch.testing.assert_close(got, want, **tolerance)
+
+
+@pytest.mark.parametrize("form", ["own", "values"])
+def test_sdpa_in_half_precision_throughout_hides_as_well(form):
+    """As on CUDA."""
+    with half_kept():
+        test_padding_is_as_if_it_were_not_there("anywhere", form, "sdpa")
+        for kind in ("full", "causal", "causal window", "window"):
+            test_what_a_row_sees_is_not_hidden_and_what_it_cannot_see_does_not_touch_it(kind, form, "sdpa")
 
 
 @pytest.mark.parametrize("impl", ["reference", "sdpa"])

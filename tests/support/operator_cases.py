@@ -4,6 +4,7 @@ import contextlib
 import itertools
 from dataclasses import replace
 from functools import partial
+from unittest import mock
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from gka import gaussian_attention, testing
 from gka.api import EPS
 from gka.bandwidth import inverse_variance
 from gka.dispatch import IMPLEMENTATIONS
-from gka.impl import reference
+from gka.impl import reference, sdpa
 from gka.impl.cpu import build
 from gka.impl.triton.configs import Config, generation, override
 from gka.masking import Mask
@@ -42,6 +43,11 @@ def multiplied_by(name: str):
         yield
     finally:
         ready(1)
+
+
+def half_kept():
+    """A context in which sdpa computes general norms in half precision on CPUs, as it does on CUDA."""
+    return mock.patch.object(sdpa, "KEEPS_HALF", {"cpu"})
 
 
 def check(
