@@ -86,6 +86,8 @@ def all_steps() -> list[Step]:
     steps_of_131072 = "--num-iterations 200 --total-batch-size 131072 --device-batch-size 32"
     quality = f"{TRAINING} {steps_of_131072} --log-every 20 --eval-every 100 --eval-tokens 1300000"
     preset = ["16x2048x10x128cw1024nvk", "16x2048x10x128cnvk"]
+    # sdpa with general and with constant norms, in widths of 72 and 136
+    fallback = ["64x1024x6x64", "64x1024x6x64n", "16x2048x10x128c", "16x2048x10x128cn"]
     table_4 = ["b64 training", "b128 training", *(f"b{batch} inference" for batch in (32, 64, 128, 256, 512))]
     ti, s, b = deit("", 40, ["b128 training", "b256 inference"], "--compile blocks --skip unfused --seconds 4")
     return [
@@ -110,6 +112,7 @@ def all_steps() -> list[Step]:
         b,
         bench("gpt", "gpt-d20-L", 90, ["d20-L training"], depths),
         # What is left.
+        bench("attention", "operator-fallback", 35, fallback, "--skip triton flex eager efficient --seconds 1"),
         bench("attention", "operator-windows", 30, ["lm-window"], windows),
         bench("attention", "operator-256", 15, ["sweep-256"], alone),
         bench("gpt", "gpt-d12", 90, ["d12 training"], windowed),
