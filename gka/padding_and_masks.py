@@ -12,6 +12,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import groupby
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -99,7 +100,7 @@ def without_nonfinite(request: GaussianRequest) -> tuple[GaussianRequest, torch.
     bad = {name: _not_finite(t) for name, t in tensors.items()}
     if all(readable(where) and not where.any() for where in bad.values()):
         return request, None
-    cleared = {name: torch.where(where[..., None], 0.0, tensors[name]) for name, where in bad.items()}
+    cleared: dict[str, Any] = {name: torch.where(where[..., None], 0.0, tensors[name]) for name, where in bad.items()}
     of_keys = bad["x"] if request.own_keys else bad["keys"]
     of_keys = of_keys | bad["values"] if "values" in bad else of_keys
     rows = _sees_some(request, of_keys) | bad["x"]
