@@ -100,7 +100,7 @@ TRAIN_VIT = $(LAUNCH) deit_gka.train --data '$(DATA)' $(PLACES)
 GKA_RUN   = $(or $(RUN),$(BASE)/runs/d$(DEPTH)-gka)
 BASE_RUN  = $(or $(RUN),$(BASE)/runs/d$(DEPTH)-softmax)
 # The form of GKA that runs/study recommends.
-PRESET    = --attention gka --head-offsets PS --gka-values normalised --value-embeds all --channel-bandwidths \
+PRESET    = --attention gka --head-offsets PS --gka-values unrotated --value-embeds every-second --channel-bandwidths \
             --channel-lr 0.08 --head-gates --gate-lr 0.005
 
 # A signal to make reaches its child: bash lets the command take its place, other shells wait beside it.
@@ -176,7 +176,7 @@ pretrain-d20-base: check $(ENV) $(ROWS)  ## the paper's softmax baseline: depth 
 # Trains:    798,513,520 parameters on 2,780,823,552 tokens of FineWeb-Edu, 6.719e18 FLOPs
 # Hours:     3.2 on 7 RTX 5090, an estimate as above
 # Expected:  fewer bits per byte than the paper's form, by runs/study/README.md; not run here yet
-# Then:      make eval-bpb eval-core RUN=out/runs/d20-gka-PS-normalised-channels-gates-VE
+# Then:      make eval-bpb eval-core RUN=out/runs/d20-preset
 pretrain-d20-best: check $(ENV) $(ROWS)  ## the recommended form of GKA at the same FLOPs
 	$(TRAIN_GPT) --target-param-data-ratio 8.25 $(PRESET) $(FLAGS)
 
@@ -185,7 +185,7 @@ pretrain-d20-best: check $(ENV) $(ROWS)  ## the recommended form of GKA at the s
 # Trains:    6,559,000 parameters on 1,048,576 tokens, in rows of 512 tokens of a vocabulary of 4,096
 # Minutes:   3 on two cores of a server, in float32
 # Expected:  1.73 bits per byte on the study's text; 1.55 with ARGS="--num-iterations 2048"
-# Then:      make sample RUN=out/runs/d4-gka-PS-normalised-channels-gates-VE
+# Then:      make sample RUN=out/runs/d4-preset
 pretrain-small: check $(ENV) $(ROWS)  ## the same with 4 layers, in minutes on a CPU (CORPUS=folder)
 	$(TRAIN_GPT) $(PRESET) --head-dim 64 --window-pattern L --num-iterations 512 --total-batch-size 2048 \
 	  --lr-batch-size 2048 --eval-every 128 --eval-tokens 131072 --save-every 128 $(FLAGS)

@@ -50,7 +50,7 @@ class GenerateConfig(Sampling):
     max_rows: Count = 32
     """Continuations that run at once."""
     keep_keys: bool = False
-    """For models of --gka-values normalised: keep keys in the cache, too; faster, for twice the memory. On a GPU
+    """For models of --gka-values unrotated: keep keys in the cache, too; faster, for twice the memory. On a GPU
     they are always kept."""
     device_type: Literal["auto", "cuda", "cpu"] = "auto"
     """Device to compute on; auto takes CUDA if there is one."""

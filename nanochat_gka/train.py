@@ -30,7 +30,7 @@ from nanochat_gka.data.tokenizer import FILE_NAME
 from nanochat_gka.generation.engine import Engine
 from nanochat_gka.generation.sampling import SAMPLE_PROMPTS, Sampling
 from nanochat_gka.model.accounting import Horizon, flops_per_token, parameter_counts, plan
-from nanochat_gka.model.config import ModelFlags, has_gka, without_research_settings
+from nanochat_gka.model.config import ModelFlags, has_gka, settings_of_today
 from nanochat_gka.model.gpt import GPT, WHOLE_ROWS, build
 from nanochat_gka.training import memory
 from nanochat_gka.training.bits_per_byte import UTF8, of_both_splits, rows_note, utf8_note
@@ -48,6 +48,7 @@ from trainkit_gka.run_config import RunConfig
 from trainkit_gka.trainer import Contents, Evaluation
 from trainkit_gka.trainer import Trainer as BaseTrainer
 
+PRESET_PARTS = "gka-PS-normalised-channels-gates-VE"  # of the preset's name by its flags
 MOST_PACKED = 2**14  # tokens that sdpa takes at once with cu_seqlens
 LOSS_MEMORY = 0.9  # of the printed loss, a running average
 MANY_EPOCHS = 10  # of one text
@@ -118,14 +119,18 @@ class TrainConfig(OptimConfig, ModelFlags, BundleFlags, RunConfig):
 
     @property
     def tag(self) -> str:
-        values = "" if self.gka_values == "rotated" or not has_gka(self.attention, self.depth) else self.gka_values
+        is_unrotated = self.gka_values == "unrotated" and has_gka(self.attention, self.depth)
+        values = "normalised" if is_unrotated else ""
         everywhere = "everywhere" if self.offset_layers == "all" else ""
         learned = ["channels"] * self.channel_bandwidths + ["gates"] * self.head_gates
         learned += [f"conv{self.short_conv}"] if self.short_conv else []
-        tables = {"auto": "", "all": "VE", "every-layer": "VE-every-layer", "none": "no-VE"}[self.value_embeds]
+        tables = {"auto": "", "every-second": "VE", "every-layer": "VE-every-layer", "none": "no-VE"}[self.value_embeds]
         last = ["projected"] * self.project_value_embeds + ["documents"] * self.document_mask
         parts = [f"d{self.depth}", self.attention, self.head_offsets, everywhere, values, *learned, tables, *last]
-        return self.model_tag or "-".join(filter(None, parts))
+        name = "-".join(filter(None, parts))
+        short = f"d{self.depth}-preset"
+        is_preset = name == f"d{self.depth}-{PRESET_PARTS}" and not (self.out / name).exists()
+        return self.model_tag or (short if is_preset else name)
 
     def check(self) -> None:
         super().check()
@@ -139,7 +144,7 @@ class TrainConfig(OptimConfig, ModelFlags, BundleFlags, RunConfig):
 
     def check_continues(self, saved: dict[str, Any]) -> None:
         try:
-            saved = without_research_settings(saved)
+            saved = settings_of_today(saved)
         except ValueError as error:
             raise UserError(f"the run in {self.folder} cannot be continued: {error}") from None
         super().check_continues(saved)

@@ -68,7 +68,7 @@ class Engine:
             raise ValueError(f"max_rows must be at least 1, got {max_rows}")
         if keep_keys and not model.derives_keys:
             advice = "this model's keys are kept anyway; leave it out"
-            raise UserError(f"--keep-keys is for models of --gka-values normalised, and {advice}")
+            raise UserError(f"--keep-keys is for models of --gka-values unrotated, and {advice}")
         self.model, self.tokenizer, self.max_rows = model, tokenizer, max_rows
         self.keep_keys = model.derives_keys and model.device.type != "cpu" if keep_keys is None else keep_keys
 

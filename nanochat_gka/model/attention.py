@@ -347,7 +347,7 @@ class UnrotatedGKA(GKAAttention):
 
 
 CLASSES = {"softmax": SoftmaxAttention, "vlt": VLTAttention}
-GKA_CLASSES = {"rotated": RotatedGKA, "normalised": UnrotatedGKA}  # by `gka_values`
+GKA_CLASSES = {"rotated": RotatedGKA, "unrotated": UnrotatedGKA}  # by `gka_values`
 
 
 def build_attention(config: GPTConfig, layer: int) -> Attention:

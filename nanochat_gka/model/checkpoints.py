@@ -210,7 +210,7 @@ def load_upstream(folder: Path, step: int = -1, device: torch.device | str = "cp
     layers = sum(bool(re.fullmatch(r"transformer\.h\.\d+\.attn\.c_proj\.weight", name)) for name in weights)
     weights = {"resid_lambdas": torch.ones(layers), "x0_lambdas": torch.zeros(layers), **weights}
     # Settings that nanochat at the pin, and the first of our patches, did not save.
-    return _build({"window_pattern": "L", "gka_values": "normalised", **shape}, weights, device, path)
+    return _build({"window_pattern": "L", "gka_values": "unrotated", **shape}, weights, device, path)
 
 
 def from_upstream(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -9,13 +9,15 @@ from gka.offsets import DELAYS
 from trainkit_gka.cli import Bounds, Count, Group, UserError
 
 CHOICES = {
-    "gka_values": ("rotated", "normalised"),
-    "value_embeds": ("auto", "all", "every-layer", "none"),
+    "gka_values": ("rotated", "unrotated"),
+    "value_embeds": ("auto", "every-second", "every-layer", "none"),
     "offset_layers": ("gka", "all"),
 }
 # Settings that only gka layers have. Those of the first line are of all layers where offset_layers=all.
 ADDITIONS = ("head_offsets", "channel_bandwidths", "head_gates", "short_conv")
 GKA_SETTINGS = ("gka_values", "sigma_squared")
+# Former names of values, which runs, checkpoints and the patches state.
+RENAMED = {"gka_values": {"normalised": "unrotated"}, "value_embeds": {"all": "every-second"}}
 # Settings of research forms, which runs of the study state. Commit 0438d460 has other values of them.
 RESEARCH_SETTINGS = {"mixing": "none", "rotary": "full", "kernel": "gaussian", "gka_window": 0}
 
@@ -90,7 +92,7 @@ class GPTConfig:
 
         Raises TypeError or ValueError, also for a setting that is not known.
         """
-        saved, types = without_research_settings(saved), {field.name: type(field.default) for field in fields(cls)}
+        saved, types = settings_of_today(saved), {field.name: type(field.default) for field in fields(cls)}
         if unknown := sorted(saved.keys() - types.keys()):
             raise ValueError(f"it has settings that are not known here: {', '.join(unknown)}; a later version made it")
         words = {int: "a whole number", float: "a number", str: "a text", bool: "true or false"}
@@ -133,7 +135,7 @@ class GPTConfig:
             return True
         every_second = layer % 2 == (self.n_layer - 1) % 2
         learns_values = "V" in KINDS[self.layer_attention(layer)].input_projections
-        return every_second and (self.value_embeds == "all" or (self.value_embeds == "auto" and learns_values))
+        return every_second and (self.value_embeds == "every-second" or (self.value_embeds == "auto" and learns_values))
 
     def has_additions(self, layer: int) -> bool:
         """Whether the layer has the model's head offsets, channel bandwidths, head gates and short convolutions."""
@@ -156,12 +158,19 @@ class GPTConfig:
         return ", ".join(text for text, applies in words.items() if applies)
 
 
-def without_research_settings(saved: dict[str, Any]) -> dict[str, Any]:
-    """The settings of a model or run without those of research forms. Raises ValueError if one asks for such a form."""
+def settings_of_today(saved: dict[str, Any]) -> dict[str, Any]:
+    """The settings of a model or run, by today's names and without those of research forms.
+
+    Raises ValueError if one asks for such a form.
+    """
     for name, value in RESEARCH_SETTINGS.items():
         if saved.get(name, value) != value:
             raise ValueError(f"{name}={saved[name]} is a research form, which only commit 0438d460 can compute")
-    return {name: value for name, value in saved.items() if name not in RESEARCH_SETTINGS}
+    settings = {name: value for name, value in saved.items() if name not in RESEARCH_SETTINGS}
+    for name, names in RENAMED.items():
+        if isinstance(value := settings.get(name), str):
+            settings[name] = names.get(value, value)
+    return settings
 
 
 def unused_settings(attention: str, depth: int, offset_layers: str) -> tuple[str, ...]:
@@ -198,18 +207,18 @@ class ModelFlags:
     """A letter per layer, tiled: L full context, S half of it; the last layer is always L."""
     attention: Annotated[str, Group.MODEL] = "gka"
     """Kind of attention, such as gka, softmax or vlt, or a letter per layer (A softmax, G gka, V vlt), tiled: GGGA."""
-    value_embeds: Annotated[Literal["auto", "all", "every-layer", "none"], Group.MODEL] = "auto"
-    """Layers with gated value embeddings; auto = nanochat's: every second layer, if its attention learns values; all =
-    every second layer of any kind; every-layer = the other layers too."""
+    value_embeds: Annotated[Literal["auto", "every-second", "every-layer", "none"], Group.MODEL] = "auto"
+    """Layers with gated value embeddings; auto = nanochat's: every second layer, if its attention learns values;
+    every-second = whatever its attention is; every-layer = the other layers too."""
     project_value_embeds: Annotated[bool, Group.MODEL] = False
     """Project value embeddings from the token's embedding, by a matrix for each layer, in place of tables. An
     experiment."""
     head_offsets: Annotated[str, Group.MODEL] = ""
     """A letter per head of gka layers, tiled: N pairs key j with value j, P with value j-1, S key j-1 with value j;
     empty = the paper's form. A fixed case of KV shifting attention (arXiv 2411.19574)."""
-    gka_values: Annotated[Literal["rotated", "normalised"], Group.MODEL] = "rotated"
-    """What gka heads mix: rotated = the features that are in the kernel (the paper's section 5.1); normalised, not
-    the paper's = the same before rotation."""
+    gka_values: Annotated[Literal["rotated", "unrotated"], Group.MODEL] = "rotated"
+    """What gka heads mix: rotated = the features that are in the kernel (the paper's section 5.1); unrotated, not the
+    paper's = the same before rotation."""
     sigma_squared: Annotated[float, Bounds(0), Group.MODEL] = 0.0
     """Starting sigma^2 of gka heads; 0 = head_dim, or head_dim / 4 with head offsets."""
     offset_layers: Annotated[Literal["gka", "all"], Group.MODEL] = "gka"

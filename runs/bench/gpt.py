@@ -54,13 +54,13 @@ PLANS = {"cuda": Plan(rounds=30, seconds=60), "cpu": Plan(rounds=20, warmup=1, s
 # Role, phases, and what a kind has beside its attention; the preset has value embeddings in the layers where softmax
 # attention has them. Kinds that differ in how a cache is read are timed in decoding alone, additions in training.
 ADDITIONS = dict(head_offsets="PS", channel_bandwidths=True, head_gates=True)
-UNROTATED = dict(gka_values="normalised")
+UNROTATED = dict(gka_values="unrotated")
 KINDS: dict[str, tuple[str, tuple[str, ...], dict[str, Any]]] = {
     "softmax": ("baseline", PHASES, {}),
     HELD: ("baseline", (TRAINING, PREFILL), {}),
     "gka": ("ours", PHASES, {}),
     "gka-offsets": ("variant", (TRAINING,), dict(head_offsets="PS", **UNROTATED)),
-    "gka-preset": ("variant", (TRAINING,), dict(value_embeds="all", **UNROTATED, **ADDITIONS)),
+    "gka-preset": ("variant", (TRAINING,), dict(value_embeds="every-second", **UNROTATED, **ADDITIONS)),
     "softmax-preset": ("other", (TRAINING,), dict(offset_layers="all", **ADDITIONS)),
     "gka-normalised": ("variant", tuple(DECODE), UNROTATED),
     "gka-keys": ("variant", tuple(DECODE), UNROTATED),

@@ -64,7 +64,7 @@ VARIANTS = {
     "gka-paper": Variant(KINDS["gka"].label, ("--attention", "gka")),
     "gka-offsets": Variant(
         f"{KINDS['gka'].label} + offsets",
-        ("--attention", "gka", "--head-offsets", "PS", "--gka-values", "normalised"),
+        ("--attention", "gka", "--head-offsets", "PS", "--gka-values", "unrotated"),
     ),
 }
 

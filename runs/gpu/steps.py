@@ -39,7 +39,7 @@ ADDED = "--head-offsets PS --channel-bandwidths --head-gates --gate-lr 0.005"
 FORMS = {
     "softmax": "--attention softmax",
     "softmax-all": f"--attention softmax --offset-layers all {ADDED}",
-    "preset": f"--attention gka --gka-values normalised --value-embeds all --channel-lr 0.08 {ADDED}",
+    "preset": f"--attention gka --gka-values unrotated --value-embeds every-second --channel-lr 0.08 {ADDED}",
     "paper": "--attention gka",
 }
 TRAINING = "--window-pattern L --sample-every -1 --save-every -1 --keep 1 --no-verify-data"

@@ -30,7 +30,7 @@ from deit_gka.model.registry import model_name
 from nanochat_gka.data.loader import same_rows
 from nanochat_gka.data.shards import MANIFEST
 from nanochat_gka.model.accounting import flops_per_token, meta_model
-from nanochat_gka.model.config import ModelFlags
+from nanochat_gka.model.config import ModelFlags, settings_of_today
 from nanochat_gka.training.optim import OptimConfig
 from runs.jobs import Job, SideBySide
 from trainkit_gka import signals
@@ -39,8 +39,10 @@ from trainkit_gka.files import locked, read_json, write_json
 from trainkit_gka.progress import clock_text, console, read_events, read_lines
 from trainkit_gka.results import append_line, date_of, git_commit, read_results
 
-# The forms, as flags of nanochat_gka.train. channel_rate, gate_rate and short_conv_rate multiply the learning rates of
-# channel bandwidths, head gates and short convolutions.
+# The forms, as flags of nanochat_gka.train, with the values that the first rows state (see
+# `settings_of_today`).
+# channel_rate, gate_rate and short_conv_rate multiply the learning rates of channel bandwidths, head gates and short
+# convolutions.
 OFFSETS, UNROTATED = dict(head_offsets="PS"), dict(gka_values="normalised")
 EVERYWHERE = dict(**OFFSETS, offset_layers="all")  # softmax and VLT layers too
 SOFTMAX, VLT = dict(attention="softmax"), dict(attention="vlt")
@@ -258,11 +260,12 @@ def text_training(
     words = ["--compile", "on" if depth >= COMPILED_FROM else "off", "--eval-tokens", EVAL_TOKENS, "--sample-every", -1]
     words += ["--eval-every", steps // 4 if tokens >= EVALUATE_ALONG_FROM else -1]
     words += ["--save-every", max(1, SAVE_EVERY // batch), "--keep", 1, "--log-every", max(1, steps // CURVE_POINTS)]
-    for flag, value in computed.items():
+    today = settings_of_today(computed)
+    for flag, value in today.items():
         word = f"--{flag.replace('_', '-')}"
         words += ([word] if value else []) if isinstance(value, bool) else [word, value]
     data = same_rows(manifest)
-    shape = {flag: value for flag, value in computed.items() if flag in LEFT_OUT and flag != "aspect_ratio"}
+    shape = {flag: value for flag, value in today.items() if flag in LEFT_OUT and flag != "aspect_ratio"}
     model = ModelFlags(**shape).shape(depth, manifest["sequence_len"], manifest["vocab_size"])
     keyed = {flag: value for flag, value in computed.items() if value != LEFT_OUT.get(flag)}
     keyed |= {"eval_tokens": EVAL_TOKENS, "data": data}

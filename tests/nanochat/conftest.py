@@ -23,7 +23,7 @@ def tokenizer(tokenized):
 @pytest.fixture(scope="module")
 def trained(packed, tokenizer, tmp_path_factory):
     """The folder of a run that never trained, and its model."""
-    form = dict(attention="GGA", head_offsets="PS", gka_values="normalised", n_layer=3)
+    form = dict(attention="GGA", head_offsets="PS", gka_values="unrotated", n_layer=3)
     model = awake(dataclasses.replace(SHAPE, vocab_size=tokenizer.vocab_size, **form))
     return write_run(tmp_path_factory.mktemp("trained") / "tiny-run", model, packed / "tokenizer"), model
 

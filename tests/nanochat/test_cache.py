@@ -83,9 +83,9 @@ def test_bfloat16_cache_equals_the_full_pass(variant, device):
 
 SIZES = [  # fields of a model, its cache's bytes over those of softmax
     (dict(attention="softmax"), 1), (dict(attention="vlt"), 1), (dict(attention="gka"), 0.5),
-    (dict(attention="gka", head_offsets="PNSS"), 0.5), (dict(attention="gka", gka_values="normalised"), 0.5),
+    (dict(attention="gka", head_offsets="PNSS"), 0.5), (dict(attention="gka", gka_values="unrotated"), 0.5),
     (dict(attention="GGGA"), 0.625),  # three layers of one tensor, one of two
-    (dict(attention="gka", value_embeds="all"), 0.75),  # every second layer must keep both
+    (dict(attention="gka", value_embeds="every-second"), 0.75),  # every second layer must keep both
 ]  # fmt: skip
 
 

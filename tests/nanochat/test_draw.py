@@ -24,7 +24,7 @@ TEXT = "the kernel mixes $5 and $6"
 FORMS = {
     "gka": dict(attention="gka"),
     "softmax": dict(attention="softmax"),
-    "offsets": dict(attention="GA", head_offsets="PSN", gka_values="normalised", n_layer=3, channel_bandwidths=True),
+    "offsets": dict(attention="GA", head_offsets="PSN", gka_values="unrotated", n_layer=3, channel_bandwidths=True),
 }
 # The models that a family has numbers of; all where none are named.
 HAVING = {"sigma": {"gka", "offsets"}, "distances": {"gka", "offsets"}, "channels": {"offsets"}}

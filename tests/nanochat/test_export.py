@@ -157,7 +157,9 @@ needs_onnx = pytest.mark.skipif(
     any(importlib.util.find_spec(name) is None for name in onnx.NEEDED),
     reason='needs the extra: pip install -e ".[onnx]"',
 )
-HYBRID = dict(attention="VGA", head_offsets="PNS", offset_layers="all", gka_values="normalised", value_embeds="all")
+HYBRID = dict(
+    attention="VGA", head_offsets="PNS", offset_layers="all", gka_values="unrotated", value_embeds="every-second"
+)
 HYBRID |= dict(channel_bandwidths=True, head_gates=True)
 
 

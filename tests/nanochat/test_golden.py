@@ -148,7 +148,11 @@ def test_upstream_checkpoint_folder_loads(tmp_path):
         load_upstream(tmp_path, step=7)
 
 
-@pytest.mark.parametrize("stated, values", [({}, "normalised"), ({"gka_values": "rotated"}, "rotated")], ids=str)
+@pytest.mark.parametrize(
+    "stated, values",
+    [({}, "unrotated"), ({"gka_values": "normalised"}, "unrotated"), ({"gka_values": "rotated"}, "rotated")],
+    ids=str,
+)
 def test_patched_nanochat_checkpoint_keeps_its_form(tmp_path, stated, values):
     """The first patches mixed normalised values and did not write so."""
     model = awake(dataclasses.replace(SHAPE, attention="gka", gka_values=values))

@@ -23,9 +23,9 @@ every_variant = pytest.mark.parametrize("variant", VARIANTS, ids=str)
 
 # A layer
 
-FORMS = [dict(attention="gka", gka_values=values) for values in ("rotated", "normalised")]
+FORMS = [dict(attention="gka", gka_values=values) for values in ("rotated", "unrotated")]
 FORMS += [dict(attention=kind, offset_layers="all") for kind in ("softmax", "vlt")]
-ADDITIONS = dict(channel_bandwidths=True, head_gates=True, value_embeds="all")
+ADDITIONS = dict(channel_bandwidths=True, head_gates=True, value_embeds="every-second")
 ADDED = ({}, ADDITIONS, dict(short_conv=3), dict(**ADDITIONS, short_conv=20, project_value_embeds=True))
 # Of the four heads, by how many tokens keys and values are late.
 DELAYS = {"": [(0, 0)] * 4, "NPS": [(0, 0), (0, 1), (1, 0), (0, 0)], "PNSSP": [(0, 1), (0, 0), (1, 0), (1, 0)]}
@@ -136,7 +136,7 @@ class PublicLayer(torch.nn.Module):
         return self.new(x, value_embedding=value_embedding)
 
 
-@pytest.mark.parametrize("value_embeds", ["none", "all"])
+@pytest.mark.parametrize("value_embeds", ["none", "every-second"])
 def test_the_layers_preset_is_the_models(value_embeds):
     """Logits and all gradients of a model in which gka's layer, with the model's tables, stands for its own."""
     model = awake(dataclasses.replace(SHAPE, **{**PRESET, "value_embeds": value_embeds}))
@@ -224,7 +224,7 @@ def test_a_model_that_is_cast_to_bfloat16_computes_decodes_and_learns(variant):
     assert all(p.grad.dtype == torch.bfloat16 and p.grad.isfinite().all() for p in model.parameters())
 
 
-@pytest.mark.parametrize("variant", [dict(attention="gka"), dict(attention="GA", value_embeds="all")], ids=str)
+@pytest.mark.parametrize("variant", [dict(attention="gka"), dict(attention="GA", value_embeds="every-second")], ids=str)
 def test_fsdp_in_bfloat16(variant, tmp_path):
     ids = torch.randint(70, (2, 17))
     with process_group(tmp_path):
@@ -235,12 +235,15 @@ def test_fsdp_in_bfloat16(variant, tmp_path):
 # Shapes
 
 
-@pytest.mark.parametrize("attention, values", [("gka", "normalised"), ("softmax", "rotated")])
+@pytest.mark.parametrize("attention, values", [("gka", "unrotated"), ("softmax", "rotated")])
 def test_a_saved_shape_keeps_its_form(attention, values):
-    """Softmax models, of which values say nothing, were saved with a value of it."""
-    saved = dataclasses.asdict(dataclasses.replace(SHAPE, attention=attention)) | {"gka_values": "normalised"}
+    """By today's names. Softmax models, of which values say nothing, were saved with a value of it."""
+    saved = dataclasses.asdict(dataclasses.replace(SHAPE, attention=attention)) | {
+        "gka_values": "normalised",
+        "value_embeds": "all",
+    }
     config = GPTConfig.from_saved(saved)
-    assert (config.attention, config.gka_values) == (attention, values)
+    assert (config.attention, config.gka_values, config.value_embeds) == (attention, values, "every-second")
     assert GPTConfig.from_saved(dataclasses.asdict(config)) == config
 
 
@@ -263,7 +266,7 @@ def test_starting_bandwidths_and_the_layers_of_offsets():
         (dict(window_pattern=""), "window_pattern .* S, L"),
         (dict(head_offsets="PQ"), "head_offsets .* N, P, S, got 'PQ'"),
         (dict(head_offsets="PS"), "head_offsets .* attention=softmax .* offset_layers=all"),
-        (dict(gka_values="raw"), "gka_values .* rotated, normalised, got 'raw'"),
+        (dict(gka_values="raw"), "gka_values .* rotated, unrotated, got 'raw'"),
         (dict(attention="gka", sigma_squared=-1.0), "sigma_squared .* got -1.0"),
         (dict(attention="gka", short_conv=-1), "short_conv .* got -1"),
         (dict(document_start=70), "document_start .* below 70.* got 70"),

@@ -46,18 +46,28 @@ def test_finished_run_learned_and_is_recorded(packed, tmp_path):
     [
         ({}, "d20-gka"),
         (dict(attention="softmax", value_embeds="none"), "d20-softmax-no-VE"),
-        (dict(attention="softmax", gka_values="normalised", offset_layers="all"), "d20-softmax-everywhere"),
+        (dict(attention="softmax", gka_values="unrotated", offset_layers="all"), "d20-softmax-everywhere"),
         (dict(attention="GGGA", value_embeds="every-layer"), "d20-GGGA-VE-every-layer"),
-        (PRESET, "d20-gka-PS-normalised-channels-gates-VE"),
+        (PRESET, "d20-preset"),
         (PRESET | dict(short_conv=4), "d20-gka-PS-normalised-channels-gates-conv4-VE"),
         (dict(attention="softmax", project_value_embeds=True), "d20-softmax-projected"),
         (dict(document_mask=True), "d20-gka-documents"),
-        (dict(gka_values="normalised", model_tag="mine"), "mine"),
+        (dict(gka_values="unrotated", model_tag="mine"), "mine"),
     ],
     ids=str,
 )
 def test_each_form_has_a_run_name(settings, tag):
     assert TrainConfig(depth=20, **settings).tag == tag
+
+
+def test_a_run_of_the_preset_goes_on_under_its_former_name_and_values(tmp_path):
+    config, name = TrainConfig(depth=20, out=tmp_path, **PRESET), "d20-gka-PS-normalised-channels-gates-VE"
+    saved = config.identity() | {"gka_values": "normalised", "value_embeds": "all"}
+    (tmp_path / name).mkdir()
+    assert config.tag == name
+    config.check_continues(saved)
+    with tiny.one_line_error("--value-embeds is"):
+        config.check_continues(saved | {"value_embeds": "none"})
 
 
 def test_evaluation_finds_the_rows_of_the_run(packed, tmp_path, capsys):

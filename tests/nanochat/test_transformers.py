@@ -135,7 +135,7 @@ def test_requests_that_the_model_cannot_answer_name_the_argument(models):
 
 def test_a_saved_model_comes_back_whole_or_not_at_all(models, encoder, tmp_path):
     """And none from a pickle. transformers would report weights that are missing or not known, and go on."""
-    model = copy.deepcopy(models(attention="gka", head_offsets="PNSS", value_embeds="all").theirs)
+    model = copy.deepcopy(models(attention="gka", head_offsets="PNSS", value_embeds="every-second").theirs)
     with torch.no_grad():
         model.gpt.lm_head.weight.mul_(1.5)  # as if it had been trained further
     model.save_pretrained(tmp_path)
@@ -166,7 +166,7 @@ def test_a_saved_model_comes_back_whole_or_not_at_all(models, encoder, tmp_path)
 
 
 def test_the_cards_code_writes(models, capsys):
-    card = (models(attention="gka", gka_values="normalised", head_offsets="PS").folder / "README.md").read_text()
+    card = (models(attention="gka", gka_values="unrotated", head_offsets="PS").folder / "README.md").read_text()
     for block in card.split("```python")[1:]:
         exec(compile(block.split("```")[0], "card", "exec"), {})
     assert "\nThe " in capsys.readouterr().out  # the engine prints a continuation, the pipeline the prompt too

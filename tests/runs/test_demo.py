@@ -85,7 +85,7 @@ def test_the_papers_form_is_trained_beside_ours():
     """d4-gka-400 of older demos is another form, which must not be taken for the paper's."""
     forms = {name: tyro.cli(ModelFlags, args=variant.flags) for name, variant in language.VARIANTS.items()}
     assert (forms["gka-paper"].gka_values, forms["gka-paper"].head_offsets) == ("rotated", "")
-    assert (forms["gka-offsets"].gka_values, forms["gka-offsets"].head_offsets) == ("normalised", "PS")
+    assert (forms["gka-offsets"].gka_values, forms["gka-offsets"].head_offsets) == ("unrotated", "PS")
     assert language.run_tag("gka-paper") == "d4-gka-paper-400" and "gka" not in language.VARIANTS
 
 

@@ -113,7 +113,9 @@ def test_a_target_runs_its_command(tree, target, settings, command):
     assert tree.lines(target, **settings)[-1] == shlex.split(command)
 
 
-PRESET = dict(attention="gka", head_offsets="PS", gka_values="normalised", value_embeds="all", channel_bandwidths=True)
+PRESET = dict(
+    attention="gka", head_offsets="PS", gka_values="unrotated", value_embeds="every-second", channel_bandwidths=True
+)
 PRESET |= dict(channel_lr=0.08, head_gates=True, gate_lr=0.005)
 
 

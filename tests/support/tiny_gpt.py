@@ -11,32 +11,32 @@ from trainkit_gka import checkpoint
 
 SHAPE = GPTConfig(sequence_len=16, vocab_size=70, n_layer=4, n_head=4, n_kv_head=4, n_embd=64, window_pattern="SL")
 # The preset, which make pretrain-d20-best trains.
-PRESET = dict(attention="gka", gka_values="normalised", head_offsets="PS", value_embeds="all")
+PRESET = dict(attention="gka", gka_values="unrotated", head_offsets="PS", value_embeds="every-second")
 PRESET |= dict(channel_bandwidths=True, head_gates=True)
 VARIANTS = [
     dict(attention="softmax"),
     dict(attention="vlt"),
     dict(attention="gka"),
     dict(attention="gka", head_offsets="PS"),
-    dict(attention="gka", head_offsets="PNSS", value_embeds="all"),
-    dict(attention="gka", gka_values="normalised"),
-    dict(attention="gka", gka_values="normalised", head_offsets="PS"),
+    dict(attention="gka", head_offsets="PNSS", value_embeds="every-second"),
+    dict(attention="gka", gka_values="unrotated"),
+    dict(attention="gka", gka_values="unrotated", head_offsets="PS"),
     dict(attention="GGGA"),
     dict(attention="VAG", value_embeds="none"),
     dict(attention="softmax", head_offsets="PS", offset_layers="all", value_embeds="every-layer"),
     dict(attention="VGA", head_offsets="PNSS", offset_layers="all"),
-    dict(attention="GA", head_offsets="PNS", offset_layers="all", gka_values="normalised"),
+    dict(attention="GA", head_offsets="PNS", offset_layers="all", gka_values="unrotated"),
     dict(attention="gka", channel_bandwidths=True),
-    dict(attention="gka", gka_values="normalised", head_offsets="PS", channel_bandwidths=True, head_gates=True),
+    dict(attention="gka", gka_values="unrotated", head_offsets="PS", channel_bandwidths=True, head_gates=True),
     PRESET,
     dict(attention="VGA", head_offsets="PS", offset_layers="all", channel_bandwidths=True, head_gates=True),
-    dict(attention="AG", value_embeds="all", project_value_embeds=True),
+    dict(attention="AG", value_embeds="every-second", project_value_embeds=True),
 ]
 # Models that compute whole rows only.
 WHOLE_ROWS = [
     dict(attention="gka", short_conv=2),
     dict(**PRESET, short_conv=4),
-    dict(attention="VGA", head_offsets="PS", offset_layers="all", gka_values="normalised", short_conv=3),
+    dict(attention="VGA", head_offsets="PS", offset_layers="all", gka_values="unrotated", short_conv=3),
 ]
 
 

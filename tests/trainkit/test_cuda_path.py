@@ -37,7 +37,7 @@ SETTINGS = {
 TEXT_FORMS = {
     "softmax": dict(attention="softmax"),
     "gka": dict(attention="gka"),
-    "normalised": dict(attention="gka", gka_values="normalised", value_embeds="none", head_offsets="PS"),
+    "normalised": dict(attention="gka", gka_values="unrotated", value_embeds="none", head_offsets="PS"),
     "learned": dict(attention="VG", offset_layers="all", channel_bandwidths=True, head_gates=True),
 }
 IMAGE_FORMS = {
@@ -141,7 +141,7 @@ RUNS = {  # the settings, the tensors of a checkpoint, and the numbers of the lo
     # Blocks put out 0 at first, so the first gradient of the scalars that scale the stream is rounding alone, which
     # AdamW would make steps of.
     language: (
-        dict(attention="GA", head_offsets="PS", value_embeds="all", dtype="float32", scalar_lr=0.0,
+        dict(attention="GA", head_offsets="PS", value_embeds="every-second", dtype="float32", scalar_lr=0.0,
              core_metric_every=2, core_metric_max_per_task=4),
         ("model", "optimizer"),
         {"train": ["loss"], "eval": ["train_bpb", "val_bpb"], "core": ["metric"]},
