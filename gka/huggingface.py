@@ -81,7 +81,8 @@ def use_gka(
         if isinstance(part, PreTrainedModel):
             part.set_attn_implementation(NAME)
             part.config._attn_implementation = NAME  # a part of a larger model may keep its own otherwise
-            part._weight_conversions = []  # `save_pretrained` would rename parameters as an older version named them
+            attributes: Any = part
+            attributes._weight_conversions = []  # else `save_pretrained` writes the names of an older version
     for layer, names, parts in changes:
         for name in names:
             setattr(layer, name, nn.Identity())
