@@ -395,7 +395,7 @@ def classifier() -> list[Table]:
     return [text_classifier.table(records, [sources_of(records, name)] if records else [])]
 
 
-PAGES = ("deit_gka/README.md", "runs/README.md", "runs/results/TABLES.md")
+PAGES = ("docs/train-images.md", "runs/README.md", "runs/results/TABLES.md")
 TABLES: pages.Builders = {
     "sizes": sizes,
     "core": core,

@@ -103,11 +103,11 @@ def test_numbers_of_a_passage_are_in_its_tables(path, names, passage):
     assert not [number for number in parsed(passage) if not any(same(number, other) for other in known)]
 
 
-# The table of gka/README.md that says what each implementation serves
+# The table of docs/use-in-your-model.md that says what each implementation serves
 
 ROWS = [
     [cell.strip(" `") for cell in line.strip("|").split("|")]
-    for line in PAGES["gka/README.md"].splitlines()
+    for line in PAGES["docs/use-in-your-model.md"].splitlines()
     if re.match(r"\| `(impl|reference|triton|cpu|flex|sdpa)` \|", line)
 ]
 TABLE = {row[0]: dict(zip(ROWS[0], row)) for row in ROWS if len(row) == len(ROWS[0])}

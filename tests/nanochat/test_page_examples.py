@@ -8,7 +8,7 @@ from nanochat_gka import export
 from sources import ROOT, page_blocks, tracked
 
 NEEDS = {
-    "gka/README.md": ("transformers",),
+    "docs/use-in-your-model.md": ("transformers",),
     "docs/hugging-face.md": ("transformers", "peft", "onnxruntime", "onnxscript"),
 }
 PRINTS = {"docs/figures.md": "softmax torch.Size([2, 6, 261, 261]) None"}
@@ -29,8 +29,8 @@ def checkout(trained, tmp_path_factory):
 
 
 def test_pages_have_examples():
-    pages = {"README.md", "deit_gka/README.md", "nanochat_gka/README.md", "docs/figures.md", "docs/hugging-face.md"}
-    assert pages <= set(EXAMPLES)
+    names = ("use-in-your-model", "train-text", "train-images", "figures", "hugging-face")
+    assert {"README.md", *(f"docs/{name}.md" for name in names)} <= set(EXAMPLES)
 
 
 @pytest.mark.parametrize("name", EXAMPLES)

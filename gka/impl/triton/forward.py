@@ -1,7 +1,7 @@
 """Forward pass: y = W v without building W, and what the backward pass needs of each row.
 
 In self-attention K_ii = 1 is the row's maximum, so its exponent |x_i|^2 / (2 sigma^2) is subtracted from the start: no
-running maximum, no rescaling, and eps stays exact (gka/README.md). Foreign keys need the running maximum. Few queries
+running maximum, no rescaling, and eps stays exact. Foreign keys need the running maximum. Few queries
 over many keys (decoding) are split over programs, whose partial sums `gka_merge_kernel` adds.
 """
 
