@@ -562,9 +562,9 @@ def draw_quality(study: Study, name: str, path: Path) -> None:
 
 
 def draw(folder: Path, pictures: Path) -> None:
-    """All pictures that there are rows for."""
+    """All pictures that there are rows for, of texts with several sizes or budgets."""
     pictures.mkdir(parents=True, exist_ok=True)
-    for path, study in texts(folder).items():
+    for path, study in ((path, study) for path, study in texts(folder).items() if len(study.places) > 1):
         if any(form == CONTROL for form, _, _ in study.cells):
             draw_budgets(study, path.stem, pictures / f"study-budgets-{path.stem}.png")
         if study.speeds:

@@ -89,7 +89,8 @@ def test_counts_are_of_places_with_several_seeds():
 
 
 def test_pictures_are_drawn_of_what_there_is(tmp_path):
-    rows = [row(form, (4, 2**22), seed, 1.5) for form in (CONTROL, PRESET, "GKA") for seed in (0, 1)]
+    forms, places = (CONTROL, PRESET, "GKA"), [(4, 2**21), (4, 2**22)]
+    rows = [row(form, place, seed, 1.5) for form in forms for place in places for seed in (0, 1)]
     write_lines(tmp_path / "rows/text.jsonl", *rows)
     analyse.draw(tmp_path / "rows", tmp_path / "pictures")
     names = {path.name for path in (tmp_path / "pictures").iterdir()}
