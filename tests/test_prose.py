@@ -76,7 +76,10 @@ PASSAGE = re.compile(r"<!-- numbers: ([^>]+) -->\n(.*?)\n<!-- /numbers -->", re.
 BLOCK = re.compile(r"<!-- (table|study|printed|bench):(\S+) -->\n(.*?)\n<!-- /\1 -->", re.DOTALL)
 NUMBER = r"[-+]?\d+\.\d+"
 INTERVAL = re.compile(rf"({NUMBER})(?: points?)? \[({NUMBER}), ({NUMBER})\]")
-TABLES = {name: table for text in PROSE.values() for _, name, table in BLOCK.findall(text)}
+TABLES = {}
+for text in PROSE.values():
+    for _, name, table in BLOCK.findall(text):  # a name may stand on several pages
+        TABLES[name] = TABLES.get(name, "") + table + "\n"
 PASSAGES = [(path, names, passage) for path, text in PROSE.items() for names, passage in PASSAGE.findall(text)]
 
 
