@@ -125,7 +125,7 @@ class GPT(nn.Module):
             x = self.resid_lambdas[layer].to(x.dtype) * x + self.x0_lambdas[layer].to(x.dtype) * x0
             tables = self.value_embeds
             value_embedding = tables[str(layer)](ids).to(x.dtype) if str(layer) in tables else None
-            if block.attn.ve_proj is not None:
+            if self.config.project_value_embeds and self.config.has_value_embedding(layer):
                 value_embedding = x0
             x = block(x, value_embedding, self.rotary, context)
         context.end()

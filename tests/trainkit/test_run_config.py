@@ -22,7 +22,7 @@ LANGUAGE = {
     *("offset_layers", "channel_bandwidths", "head_gates", "channel_lr", "gate_lr", "lr_batch_size"),
     *("short_conv", "short_conv_lr", "project_value_embeds", "document_mask"),
 }
-VISION = {*(field.name for field in fields(Recipe)), "model", "model_kwargs", "attention"}
+VISION = {*(field.name for field in fields(Recipe)), "model", "model_kwargs", "attention", "patch_size"}
 TEACHER = {"teacher_model", "teacher_path", "distillation_alpha", "distillation_tau"}
 
 
