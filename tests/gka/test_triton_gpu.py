@@ -17,7 +17,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from gka import GaussianKernelAttention, gaussian_attention, testing
 from gka.api import EPS
-from gka.impl.triton.configs import generation, override
+from gka.impl.triton.configs import TABLES, generation, override
 from gka.masking import Mask
 from gka.testing import Problem
 
@@ -74,6 +74,14 @@ OPTIONAL += [("short", (4, length, 3, 64), False, False) for length in (129, 160
 OPTIONAL += [("cudnn", shape, True, values) for shape in (GPT, (2, 333, 2, 64)) for values in (False, True)]
 
 
+def is_hopper(path):
+    """Whether this GPU can have the optional path, which needs Hopper's instructions; on another it must be off."""
+    if torch.cuda.get_device_capability()[0] == 9:
+        return True
+    assert not TABLES[generation(torch.device("cuda"))].takes(path)
+    return False
+
+
 def with_path(path, function, monkeypatch):
     """The function's result with an optional path on, not in the suite's deterministic mode."""
     with monkeypatch.context() as patch, override(generation(torch.device("cuda")), paths={path: ("",)}):
@@ -84,8 +92,8 @@ def with_path(path, function, monkeypatch):
 @pytest.mark.parametrize("path,shape,causal,with_values", OPTIONAL, ids=str)
 def test_optional_path_is_no_less_accurate(path, shape, causal, with_values, monkeypatch):
     """And is another one: its last bits are not the usual kernel's."""
-    if torch.cuda.get_device_capability()[0] != 9:
-        pytest.skip("the optional paths are Hopper's")
+    if not is_hopper(path):
+        return
     problem = seeded(shape, torch.bfloat16, causal, None, with_values)
     if path == "cudnn":  # dx lacks its part along x, and dlog_sigma may leave the budget
         problem = replace(problem, front=partial(torch.nn.functional.rms_norm, normalized_shape=shape[3:]))
@@ -101,8 +109,8 @@ def test_optional_path_is_no_less_accurate(path, shape, causal, with_values, mon
 
 def test_optional_path_for_short_sequences_knows_what_the_kernel_knows(monkeypatch):
     """NaN stays in its sequence, although the last tile reaches into the next; rows beyond float32 are their limit."""
-    if torch.cuda.get_device_capability()[0] != 9:
-        pytest.skip("the kernel is Hopper's")
+    if not is_hopper("short"):
+        return
     x = testing.make_features("normal", (300, 197, 2, 64), torch.bfloat16).cuda()  # several heads for each program
     x[2] = math.nan
     route = partial(gaussian_attention, impl="triton")
