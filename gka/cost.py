@@ -2,7 +2,7 @@
 
 Conventions (the paper's tables of parameters and FLOPs): FLOPs are 2 x multiply-accumulates of the matrix products,
 forward pass; exponentials, sums, norms and biases are not counted. Score and mixing products are charged for every key
-in reach, without halving for causality.
+in reach, without halving for causality. What a preset adds, such as gates and value embeddings, is not counted.
 """
 
 from dataclasses import dataclass

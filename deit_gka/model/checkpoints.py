@@ -277,7 +277,7 @@ def open_data(data: str, split: str, run: Path | None, parts: DataParts) -> Imag
         with contextlib.suppress(UserError):
             if run and run.is_dir():
                 needs = f". {run} was trained on {trained_on(find_checkpoint(run).state)}"
-        raise UserError(f"{error}{needs}") from None
+        raise type(error)(f"{error}{needs}") from None
 
 
 def load_run(checkpoint: Checkpoint, weights: str, device: torch.device | str) -> nn.Module:

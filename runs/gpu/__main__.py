@@ -8,8 +8,8 @@
 A step is a command, or several at once, with an estimate of its seconds. None starts that does not fit into what is
 left, and one that outlives it is stopped: trainings save and continue in the next call, everything else begins anew.
 BASE/gpu/steps.jsonl records each step as it ends, with what it measured; the next call leaves finished ones out and
-takes measured seconds for estimates. A step that fails costs one line; its output is in BASE/gpu. The benchmarks and
-trainings append to --results as they always do.
+takes measured seconds for estimates. A step that fails costs one line, and the call ends with code 1; its output is in
+BASE/gpu. The benchmarks and trainings append to --results as they always do.
 
 The standard library alone: the packages that the commands need may first have to be installed from the carried folder.
 """
@@ -189,8 +189,8 @@ def main(words: list[str] | None = None) -> None:
     chosen = [step for step in steps if not options.only or step.name in options.only]
     if options.dry_run:
         call.describe(chosen)
-    else:
-        call.run(chosen)
+    elif FAILED in call.run(chosen):
+        sys.exit(1)
 
 
 class Call:
@@ -231,9 +231,9 @@ class Call:
             for command in step.commands:
                 print(f"    python -m {shlex.join(command)}")
 
-    def run(self, steps: list[Step]) -> None:
-        """Run what fits, and print what was learned and what is left."""
-        left_over = []
+    def run(self, steps: list[Step]) -> set[str]:
+        """Run what fits, and print what was learned and what is left. Returns the ways in which steps ended."""
+        left_over, endings = [], set()
         for step in steps:
             past, left = self.past(step), max(0.0, self.end - time.monotonic())
             seconds = estimate(step, past)
@@ -245,13 +245,15 @@ class Call:
                 left_over.append(f"{step.name}: {seconds:.0f} s, and {left:.0f} were left")
             else:
                 print(f"{step.name}: about {seconds:.0f} s; {left:.0f} are left", flush=True)
-                if (status := self.take(step, left)) != FINISHED:
+                endings.add(status := self.take(step, left))
+                if status != FINISHED:
                     left_over.append(f"{step.name}: {status}")
         print("\nWhat was learned (times as fast as the fastest softmax attention of torch, and images or tokens/s):")
         newest = [past[-1] for step in steps if (past := self.past(step))]
         show([cells for record in newest for cells in record["learned"]], "  ")
         print(f"The rows are in {self.options.results}; python -m runs.tables --only 4 prints the paper's table 4.")
         print("\n  ".join(["\nLeft for the next call:", *left_over]) if left_over else "\nNothing is left.")
+        return endings
 
     def take(self, step: Step, left: float) -> str:
         """Run a step and record it. Returns how it ended."""

@@ -1,5 +1,6 @@
 """Ten minutes of a GPU: which steps run, resume and are stopped, what they teach, and the folder that is carried."""
 
+import contextlib
 import os
 import shutil
 import subprocess
@@ -54,7 +55,7 @@ def step(kind, tmp_path, seconds=1.0, needs=(), **about):
     return Step(kind, [["work", kind, str(tmp_path / kind)]], seconds, needs, **about)
 
 
-def test_what_fits_runs_once_and_a_failure_is_a_line(call, tmp_path):
+def test_what_fits_runs_once_and_a_failure_is_a_line(call, tmp_path, monkeypatch):
     steps = [step("fails", tmp_path), step("works", tmp_path), step("long", tmp_path, seconds=100)]
     steps += [step("absent", tmp_path, needs=("no_such_package",)), step("unfed", tmp_path, needs=("rows",))]
     output, _ = call(*steps)
@@ -66,6 +67,10 @@ def test_what_fits_runs_once_and_a_failure_is_a_line(call, tmp_path):
     for _ in range(2):
         output, _ = call(*steps[:2])
         assert "fails: about 0 s" in output and "works: finished before" in output
+    for name, fails in (("works", False), ("fails", True)):
+        monkeypatch.setattr(program, "miniature", lambda _, name=name: [step(name, tmp_path)])
+        with pytest.raises(SystemExit, match="1") if fails else contextlib.nullcontext():
+            program.main(["--device-type", "cpu", "--quick", "--base", str(tmp_path)])
 
 
 def test_what_outlives_its_time_is_stopped_and_what_saves_continues(call, tmp_path, monkeypatch):
