@@ -95,13 +95,10 @@ def list_hash(images) -> str:
 class Names(Sequence):
     """Many strings in two tensors, which worker processes share; a list would be copied into every worker."""
 
-    def __init__(self, names: Iterable[str] = (), tensors: Sequence[torch.Tensor] = ()):
-        """tensors: those of another one, in place of names."""
-        if not tensors:
-            encoded = [os.fsencode(name) for name in names]
-            text = torch.from_numpy(np.frombuffer(b"".join(encoded), np.uint8).copy())
-            tensors = text, torch.from_numpy(np.cumsum([0, *map(len, encoded)], dtype=np.int64))
-        self.tensors = list(tensors)
+    def __init__(self, names: Iterable[str]):
+        encoded = [os.fsencode(name) for name in names]
+        text = torch.from_numpy(np.frombuffer(b"".join(encoded), np.uint8).copy())
+        self.tensors = [text, torch.from_numpy(np.cumsum([0, *map(len, encoded)], dtype=np.int64))]
 
     def __len__(self) -> int:
         return len(self.tensors[1]) - 1
@@ -109,19 +106,6 @@ class Names(Sequence):
     def __getitem__(self, index: int) -> str:
         text, ends = self.tensors
         return os.fsdecode(text[ends[index] : ends[index + 1]].numpy().tobytes())
-
-
-def packed(names: Iterable[str], unused: Counter[str], **numbers: torch.Tensor) -> dict[str, torch.Tensor]:
-    """A list of images as tensors: their names, the counts of what is not used, and `numbers`."""
-    (text, ends), (kinds_text, kinds_ends) = Names(names).tensors, Names(unused).tensors
-    counts = torch.tensor(list(unused.values()), dtype=torch.int64)
-    return {"text": text, "ends": ends, "kinds.text": kinds_text, "kinds.ends": kinds_ends, "kinds": counts, **numbers}
-
-
-def unpacked(tensors: dict[str, torch.Tensor]) -> tuple[Names, Counter[str]]:
-    """The names and the counts in a list that `packed` made."""
-    kinds = Names(tensors=(tensors["kinds.text"], tensors["kinds.ends"]))
-    return Names(tensors=(tensors["text"], tensors["ends"])), Counter(dict(zip(kinds, tensors["kinds"].tolist())))
 
 
 def ignored_text(source: ImageSource) -> str:

@@ -11,8 +11,7 @@ from pathlib import Path
 
 import torch
 
-from deit_gka.data.sources.base import ImageSource, Record, listing, packed, tracked, unpacked
-from deit_gka.data.sources.cache import Note, Tensors, cached
+from deit_gka.data.sources.base import ImageSource, Names, Record, listing, tracked
 from deit_gka.data.sources.classes import in_order
 from deit_gka.data.sources.decode import EXTENSIONS, is_image, is_system_folder
 from trainkit_gka.cli import UserError
@@ -38,22 +37,25 @@ class Folder(ImageSource):
         if not self.classes and any(map(is_image, loose)):
             flat = f"{folder} has images but no class folders (as ImageNet's val comes)"
             raise UserError(f"{flat}; sort them into {folder.name}/<class>/ as in train/")
-        key = ("class folders", str(folder), *names, *sorted(EXTENSIONS), *sorted(links.folders))
-        tensors = cached(key, lambda note: _read(folder, names, f"{split}: listing images", note, links))
-        self._paths, self.ignored = unpacked(tensors)
-        self.ignored += Counter(map(kind_of, loose))
+        paths, counts = [], []
+        for name in tracked(names, f"{split}: listing images"):
+            images = _images_under(str(folder / name), self.ignored, links)
+            paths += [path[len(str(folder)) + 1 :] for path in sorted(images)]
+            counts.append(len(images))
+        self.ignored.update(map(kind_of, loose))
         self.ignored.update(f"{entry.name}/" for entry in entries if is_system_folder(entry.name) and entry.is_dir())
         self.ignored.update(f"class {name} ({LINK})" for name in sorted(is_link.keys() - set(names)))
-        if not self._paths:
+        if not paths:
             wanted = f"<class>/*{{{','.join(sorted(EXTENSIONS))}}}"
             raise UserError(f"no images in {folder}; it needs {wanted}, it has: {listing(folder)}")
-        for count, empty in zip(tensors["counts"], names):
+        for count, empty in zip(counts, names):
             if not count:
                 todo = f"add some, or remove it from train and val. It has: {listing(folder / empty)}"
                 raise UserError(f"class folder {folder / empty} has no images; {todo}")
-        self._folder, places = str(folder), {name: place for place, name in enumerate(self.classes)}
+        places = {name: place for place, name in enumerate(self.classes)}
         labels = torch.tensor([places[name] for name in names], dtype=torch.int32)
-        self._labels = labels.repeat_interleave(tensors["counts"])
+        self._folder, self._paths = str(folder), Names(paths)
+        self._labels = labels.repeat_interleave(torch.tensor(counts))
 
     def __len__(self) -> int:
         return len(self._labels)
@@ -114,20 +116,9 @@ def _upwards(folder: str | Path) -> list[str]:
     return [str(path), *map(str, path.parents)]
 
 
-def _read(folder: Path, classes: list[str], description: str, note: Note, links: Links) -> Tensors:
-    """The paths below `folder` of all images, how many every class has, and how many other files there are."""
-    paths, counts, unused = [], [], Counter()
-    for name in tracked(classes, description):
-        images = _images_under(str(folder / name), note, unused, links)
-        paths += [path[len(str(folder)) + 1 :] for path in sorted(images)]
-        counts.append(len(images))
-    return packed(paths, unused, counts=torch.tensor(counts, dtype=torch.int64))
-
-
-def _images_under(folder: str, note: Note, unused: Counter[str], links: Links) -> list[str]:
+def _images_under(folder: str, unused: Counter[str], links: Links) -> list[str]:
     """Paths of the images in `folder` and below. Counts other files, and folders of systems, in `unused`."""
     images, folders = [], []
-    note(folder)
     for entry in os.scandir(folder):
         if entry.is_dir():
             if is_system_folder(entry.name):
@@ -144,5 +135,5 @@ def _images_under(folder: str, note: Note, unused: Counter[str], links: Links) -
         if is_link and not links.follow(path):
             unused[LINK] += 1
         else:
-            images += _images_under(path, note, unused, links)
+            images += _images_under(path, unused, links)
     return images

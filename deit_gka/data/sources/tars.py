@@ -16,9 +16,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from deit_gka.data.sources.base import MAX_CLASSES, NONE, DataParts, ImageSource, Record, packed, tracked, unpacked
-from deit_gka.data.sources.cache import Note, Tensors, cached
-from deit_gka.data.sources.decode import EXTENSIONS, is_image, is_system_folder
+from deit_gka.data.sources.base import MAX_CLASSES, NONE, DataParts, ImageSource, Names, Record, tracked
+from deit_gka.data.sources.decode import is_image, is_system_folder
 from trainkit_gka.cli import UserError, reason_of
 
 USUAL_WORDS = ("train", "val", "eval")  # the first that starts a word: "retrieval-train-0.tar" is training data
@@ -36,15 +35,18 @@ class Tars(ImageSource):
 
     def __init__(self, name: str, split: str, root: Path, shards: list[Path], parts: DataParts = NONE):
         self._shards, self._files = [str(shard) for shard in shards], {}
-        key = ("tars", *self._shards, parts.input_key, parts.target_key, *sorted(EXTENSIONS))
-        tensors = cached(key, lambda note: _read(self._shards, parts, f"{split}: listing tars", note))
-        (self._names, ignored), self._rows = unpacked(tensors), tensors["rows"]
-        if not self._names:
+        keys, rows, ignored = [], [], Counter()
+        for number in tracked(range(len(shards)), f"{split}: listing tars"):
+            images = _index(self._shards[number], parts, ignored)
+            keys += [f"{shards[number].name}:{key}" for key, *_ in images]
+            rows.append(np.array([(number, *row) for _, *row in images], np.int64).reshape(-1, 4))
+        if not keys:
             has = ", ".join(f"{count:,} {kind}" for kind, count in ignored.most_common(6)) or "none"
             wanted = _suffixes(parts.input_key) or ["jpg"], _suffixes(parts.target_key) or LABELS[:1]
             needs = " and ".join(" or ".join(f"KEY.{suffix}" for suffix in suffixes) for suffixes in wanted)
             files = f"the {len(shards)} {split} tar files of {root}"
             raise UserError(f"no images in {files}; they need members {needs}, they have: {has}")
+        self._names, self._rows = Names(keys), torch.from_numpy(np.concatenate(rows))
         count = int(self._rows[:, 3].max()) + 1
         file = root / "classes.txt"
         try:
@@ -90,17 +92,6 @@ def shards_of(root: Path, names: tuple[str, ...], splits: Iterable[str] = ()) ->
         first_words = {path: start.search(path.name) for path in sorted(root.glob("*.tar"))}
         tars = [path for path, word in first_words.items() if word and word[1].lower() in wanted]
     return [path for path in tars if not path.name.startswith(".")]
-
-
-def _read(shards: list[str], parts: DataParts, description: str, note: Note) -> Tensors:
-    """SHARD:KEY of every image, rows of (shard, offset, size, label), and how many members are not used."""
-    keys, rows, unused = [], [np.empty((0, 4), np.int64)], Counter()
-    for number in tracked(range(len(shards)), description):
-        note(shards[number])
-        images = _index(shards[number], parts, unused)
-        keys += [f"{os.path.basename(shards[number])}:{key}" for key, *_ in images]
-        rows.append(np.array([(number, *row) for _, *row in images], np.int64).reshape(-1, 4))
-    return packed(keys, unused, rows=torch.from_numpy(np.concatenate(rows)))
 
 
 def _index(path: str, parts: DataParts, unused: Counter[str]) -> list[tuple[str, int, int, int]]:
