@@ -106,9 +106,7 @@ def main(config: DrawConfig) -> None:
         subjects[-1].print_error()
     draws = {**FAMILIES, "matrices": functools.partial(draw_matrices, tokens=config.tokens)}
     chosen = {family: draws[family] for family in config.family or FAMILIES}
-    for figure in draw_families(subjects, config.out / models[0].name, chosen, why_not):
-        for row in figure.rows if figure.path.stem == "deletion" else ():
-            print(f"area {row['area under the curve']:#.3g}: {row['model']}, {row['image']}, {row['order']}")
+    draw_families(subjects, config.out / models[0].name, chosen, why_not)
     print(f"drawn in {time.perf_counter() - started:.0f} s")
 
 

@@ -6,7 +6,7 @@ figures = FAMILIES["cls_maps"](subjects, folder)  # of families.py
 """
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 import torch
 from PIL import Image
-from timm.data import ImageNetInfo, infer_imagenet_subset
 from timm.models import VisionTransformer
 from torch import nn
 
@@ -23,16 +22,13 @@ from deit_gka.data.sources import CIFAR10, BrokenImage, DataParts, ImageStream, 
 from deit_gka.data.transforms import eval_transform
 from deit_gka.figures.maps import LayerMaps, Tokens, attention_maps
 from deit_gka.model import checkpoints
-from gka import KINDS
 from trainkit_gka import extras
 from trainkit_gka.checkpoint import run_folder
 from trainkit_gka.cli import PassingFault, UserError
 from trainkit_gka.figures.subjects import AttentionSubject
-from trainkit_gka.plots import BLUE
 
 NUM_IMAGES, STREAMED = 4, 1000  # images that are drawn; of a stream, how many are looked through for them
 SEES_PHOTOGRAPHS = 64  # pixels: a model of smaller images makes nothing of a photograph
-HYBRID = BLUE  # the colour of a model whose layers are of several kinds
 MOST_PATCHES = 4096  # 1024 × 1024 pixels: W of 12 layers and 12 heads takes 10 GB
 
 
@@ -46,15 +42,7 @@ class ImageSubject(AttentionSubject):
     pixels: np.ndarray  # (height, width, 3), 0 to 1
     tokens: Tokens
     layers: list[LayerMaps]  # without their B
-    probabilities: Callable[[torch.Tensor], torch.Tensor]  # pixels (B, height, width, 3) -> (B, classes)
-    classes: list[str] = field(default_factory=list)  # their names; empty if nobody knows them
     repeats: str = ""  # `about` of the model of the same recipe and another seed
-
-    @property
-    def colour(self) -> str:
-        """Of the model's lines among those of other models."""
-        kinds = {layer.kind for layer in self.layers}
-        return KINDS[kinds.pop()].colour if len(kinds) == 1 else HYBRID
 
 
 @dataclass
@@ -65,7 +53,6 @@ class DrawnModel:
     about: str
     model: nn.Module
     settings: dict[str, Any]  # of eval_transform
-    classes: list[str] = field(default_factory=list)  # their names; empty if nobody knows them
     state: dict[str, Any] = field(default_factory=dict)  # of a run: its checkpoint's
 
 
@@ -84,7 +71,7 @@ def of_run(path: Path, weights: str = "ema", best: bool = False, image_size: Seq
     about = f"{name} ({state['model']['name']}), {trained} of {Path(state['trained_on']).name}"
     settings = checkpoints.eval_settings(checkpoints.about_images(state))
     model = checkpoints.load_run(checkpoint, weights, "cpu")
-    return _at_size(DrawnModel(name, about, model, settings, state["classes"], state), image_size)
+    return _at_size(DrawnModel(name, about, model, settings, state), image_size)
 
 
 def of_timm(
@@ -103,11 +90,9 @@ def of_timm(
     source = checkpoint.name if checkpoint else "timm" if pretrained else "random"
     words = "random initialisation (seed 0)" if source == "random" else f"weights: {source}"
     label = " ".join([name, *kwargs])
-    subset = infer_imagenet_subset(model)
     folder = re.sub(r"[^\w.=-]+", "_", f"{label} {Path(source).stem}")
     settings = checkpoints.eval_settings(checkpoints.data_config(model, name))
-    classes = ImageNetInfo(subset).label_descriptions() if subset else []
-    return _at_size(DrawnModel(folder, f"{label}, {words}", model, settings, classes), image_size)
+    return _at_size(DrawnModel(folder, f"{label}, {words}", model, settings), image_size)
 
 
 def _at_size(drawn: DrawnModel, image_size: Sequence[int]) -> DrawnModel:
@@ -209,12 +194,7 @@ def subjects_of(drawn: DrawnModel, images: dict[str, Image.Image], repeats: str 
     maps = attention_maps(model, batch)
     tokens = Tokens.of(model)
 
-    @torch.inference_mode()
-    def probabilities(images: torch.Tensor) -> torch.Tensor:
-        return model(((images - mean) / std).movedim(-1, 1)).softmax(-1)
-
-    about = dict(model=drawn.name, about=drawn.about, tokens=tokens, classes=drawn.classes, repeats=repeats)
-    about["probabilities"] = probabilities
+    about = dict(model=drawn.name, about=drawn.about, tokens=tokens, repeats=repeats)
     return [
         ImageSubject(image=name, pixels=pixels[i], layers=[layer.of_image(i) for layer in maps], **about)
         for i, name in enumerate(images)

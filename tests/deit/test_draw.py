@@ -2,7 +2,6 @@
 
 import itertools
 import json
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -11,13 +10,11 @@ from PIL import Image
 from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 
 import tiny
-from deit_gka.data.transforms import eval_transform
 from deit_gka.draw import DrawConfig, main
 from deit_gka.figures.explanation import choose_tokens, few_weights
 from deit_gka.figures.families import FAMILIES, NEED_SIGMA
 from deit_gka.figures.maps import Tokens, attended_distances, place_name
-from deit_gka.figures.rollout import LEAST_SHARE, deletion_curve, draw_deletion, largest_ratio, on_patches, rollout
-from deit_gka.figures.rollout import without as without_patches
+from deit_gka.figures.rollout import LEAST_SHARE, largest_ratio, on_patches, rollout
 from deit_gka.figures.rows import query_maps
 from deit_gka.figures.subjects import images_for, of_run, of_timm, photographs, subjects_of
 from deit_gka.model.checkpoints import build
@@ -153,48 +150,7 @@ def test_a_few_tokens_have_the_kernel_of_the_equations():
     torch.testing.assert_close(entropy(both)[:, 0], torch.tensor([0.0, np.log(5.0)]).float())
 
 
-# Deletion curves
-
-
-@pytest.fixture
-def subject():
-    """A model on noise of 2 x 4 patches, whose probability of class 1 is how much of the patch (1, 2) is left."""
-    (subject,) = tiny_subjects(GKA, "img_size=[8,16]")
-    pixels = np.random.default_rng(0).random((8, 16, 3)).astype(np.float32)
-    pixels[4:, 8:12] = 1.0
-
-    def probabilities(images):
-        remaining = (images[:, 4:, 8:12] == 1).float().mean((1, 2, 3))
-        return torch.stack([(1 - remaining) / 2, remaining, (1 - remaining) / 2], dim=1)
-
-    return replace(subject, pixels=pixels, probabilities=probabilities)
-
-
-def test_the_first_patches_of_the_order_are_deleted(subject):
-    images = without_patches(subject, torch.tensor([6, 0, 3, 1, 2, 4, 5, 7]), [0, 1, 3, 8])
-    expected, mean = np.stack([subject.pixels] * 4), subject.pixels.mean((0, 1))
-    expected[1:, 4:, 8:12] = expected[2:, :4, :4] = expected[2:, :4, 12:] = expected[3] = mean
-    np.testing.assert_allclose(images, expected, rtol=1e-6)
-
-
-@pytest.mark.parametrize("place, area", [(0, 1 / 16), (3, 7 / 16), (7, 15 / 16)])
-def test_the_area_says_when_the_patch_that_counts_is_deleted(subject, place, area):
-    order = [patch for patch in range(8) if patch != 6]
-    shares, curve = deletion_curve(subject, torch.tensor([*order[:place], 6, *order[place:]]))
-    np.testing.assert_allclose(shares, np.arange(9) / 8)
-    np.testing.assert_array_equal(curve, shares <= place / 8)
-    assert np.trapezoid(curve, shares) == pytest.approx(area)
-
-
-def test_the_curves_begin_at_the_models_own_probability(figures, tmp_path):
-    drawn, image = of_timm(GKA, [*TINY[1:], "num_classes=3"]), photo_of(0)
-    (figure,) = draw_deletion(subjects_of(drawn, {"stripes": image}), tmp_path)
-    highest = drawn.model(eval_transform(16, **drawn.settings)(image)[None]).softmax(-1).max().item()
-    for line, row in zip(figures["deletion.png"].axes[0].lines, figure.rows, strict=True):
-        assert line.get_ydata()[0] == pytest.approx(highest) == row["probability of the whole image"]
-        assert row["area under the curve"] == pytest.approx(np.trapezoid(line.get_ydata(), line.get_xdata()))
-    assert len(figure.rows) == 3
-
+# What is drawn
 
 SMALLEST = (*TINY, "depth=1", "num_heads=1")
 HEADS = tuple(f"patch_to_patch_heads-{query}" for query in (1, 2, 3, 4))

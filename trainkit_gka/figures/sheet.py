@@ -68,11 +68,11 @@ def name_above(axis, name: str) -> None:
     axis.annotate(name, (0, 1), fontsize=9, fontweight="bold", parse_math=False, **place)
 
 
-def legend_beside(axis, like=None, title: str | None = None) -> None:
+def legend_beside(axis, like=None) -> None:
     """A legend right of an axis, of its own lines or of those of the axis `like`."""
     handles, labels = (like or axis).get_legend_handles_labels()
     place = dict(loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False)
-    axis.legend(handles, labels, fontsize=7, title=title, title_fontsize=7, **place)
+    axis.legend(handles, labels, fontsize=7, **place)
 
 
 def bare(axes, fontsize: int = 8) -> None:
