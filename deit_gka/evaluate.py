@@ -15,12 +15,13 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import torch
+from timm.data import resolve_input_data_config
 from torch import nn
 
 from deit_gka.accounting import cost_of, numel
 from deit_gka.data import workers
 from deit_gka.data.batch import ImageBatch
-from deit_gka.data.sources import FORMS, DataParts, ImageSource, located
+from deit_gka.data.sources import FORMS, DataParts, ImageSource, located, open_source
 from deit_gka.data.sources.base import ignored_text
 from deit_gka.data.sources.classes import numbers_in_model, one_class_text
 from deit_gka.data.transforms import eval_transform, in_words
@@ -123,7 +124,7 @@ def load_models(
             model = checkpoints.timm_model(name, config.model_kwargs, file, pretrained=file is None)
             known = model.pretrained_cfg.get("label_names") or ()
             classes = checkpoints.find_model(file, "--checkpoint").classes if file else known
-        models, about = {name: model}, checkpoints.data_config(model, str(name))
+        models, about = {name: model}, resolve_input_data_config(model)
     models = {name: model.to(device) for name, model in models.items()}
     return models, {"input_size": tuple(about["input_size"][-2:]), **checkpoints.eval_settings(about)}, classes
 
@@ -133,7 +134,7 @@ def measure(config: EvaluateConfig, saved: SavedModel | None, runtime: Runtime, 
     num_workers = workers.default_workers() if config.num_workers < 0 else config.num_workers
     if num_workers:
         workers.worker_context(config.data)
-    source = runtime.agree(lambda: checkpoints.open_data(config.data, config.split, config.run, config))
+    source = runtime.agree(lambda: open_source(config.data, config.split, config))
     models, settings, classes = runtime.agree(lambda: load_models(config, saved, runtime.device))
     name = config.run or config.model
     count = len(classes) or next(iter(models.values())).num_classes
@@ -151,8 +152,7 @@ def measure(config: EvaluateConfig, saved: SavedModel | None, runtime: Runtime, 
     for text in (data_note, note, *(f"warning: {text}" for text in warnings if text)):
         if text and runtime.is_main:
             print(text, file=sys.stderr)
-    with checkpoints.one_line(f"{name} has a damaged configuration of its images"):
-        transform = eval_transform(**settings)
+    transform = eval_transform(**settings)
     loader = evaluation_batches(source, transform, runtime, config.device_batch_size, num_workers, numbers)
     started = time.perf_counter()
     with closing(loader), progress_bar() as bar:

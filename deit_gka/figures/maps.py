@@ -88,18 +88,12 @@ def _maps(number: int, attention: nn.Module, args: tuple, kwargs: dict[str, Any]
     except RuntimeError as error:
         raise UserError(f"W of {layer} cannot be computed in float64: {reason_of(error)}") from error
     shape = (*x.shape[:1], attention.num_heads, *x.shape[1:2] * 2)
-    if weights is None or weights.shape != shape:
-        seen = "nothing" if weights is None else f"a tensor of shape {tuple(weights.shape)}"
-        raise UserError(f"W of {layer} is not known here: {seen} came to attn_drop instead of {shape}")
-    if not ((weights.sum(-1) - 1).abs() < TOLERANCE).all():
-        raise UserError(f"W of {layer} is not known here: rows of what came to attn_drop do not sum to 1")
+    if weights is None or weights.shape != shape or not ((weights.sum(-1) - 1).abs() < TOLERANCE).all():
+        raise UserError(f"W of {layer} is not known here: what comes to attn_drop is no {shape} of rows that sum to 1")
     expected = output.to(again)
     error = float((again - expected).norm() / expected.norm().clamp(min=1e-30))
     if not error < max(TOLERANCE, ROUNDINGS * torch.finfo(output.dtype).eps):
-        raise UserError(
-            f"the recomputed W of {layer} does not give the model's output (relative error {error:.1e}): "
-            "its attention is not one that these figures know"
-        )
+        raise UserError(f"W of {layer} is not known here: it does not give the output (relative error {error:.1e})")
     maps = LayerMaps(kind_of(attention), weights.float().cpu(), error, None, None, None)
     if not hasattr(attention, "log_sigma"):
         return maps

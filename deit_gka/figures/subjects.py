@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 from PIL import Image
+from timm.data import resolve_input_data_config
 from timm.models import VisionTransformer
 from torch import nn
 
@@ -91,7 +92,7 @@ def of_timm(
     words = "random initialisation (seed 0)" if source == "random" else f"weights: {source}"
     label = " ".join([name, *kwargs])
     folder = re.sub(r"[^\w.=-]+", "_", f"{label} {Path(source).stem}")
-    settings = checkpoints.eval_settings(checkpoints.data_config(model, name))
+    settings = checkpoints.eval_settings(resolve_input_data_config(model))
     return _at_size(DrawnModel(folder, f"{label}, {words}", model, settings), image_size)
 
 

@@ -15,34 +15,24 @@ import timm
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file as load_safetensors
-from timm.data import resolve_input_data_config
 from torch import nn
 
-from deit_gka.data.sources import DataParts, ImageSource, ImageStream, open_source
 from deit_gka.model.attention import ATTENTION
 from deit_gka.model.registry import attention_by_layer, default_cfgs, is_pattern
 from gka import layer_kinds
 from trainkit_gka import exports
 from trainkit_gka.checkpoint import Checkpoint, load, load_newest
-from trainkit_gka.cli import Bounds, PassingFault, UserError, flag_of, is_network
+from trainkit_gka.cli import PassingFault, UserError, flag_of, is_network
 from trainkit_gka.files import read_json, usual_mode, write_json
 
 WEIGHTS = ("ema", "model")
-SHARE = Bounds(0, 1, open_most=True)
-# Of the arguments that most timm models share; timm refuses the others itself.
-ARGUMENT_BOUNDS = {
-    "depth": Bounds(1, 1000),
-    **dict.fromkeys(("embed_dim", "num_heads", "patch_size", "img_size", "num_classes"), Bounds(1)),
-    **dict.fromkeys(("mlp_ratio", "sigma_squared"), Bounds(0, open_least=True)),
-    **{f"{part}_rate": SHARE for part in ("drop", "drop_path", "pos_drop", "patch_drop", "proj_drop", "attn_drop")},
-}
 OWN_FLAGS = {"name": "--model", "pretrained": "--pretrained of evaluate", "input_size": "--input-size"}
 
 
 def parse_kwargs(words: Iterable[str]) -> dict[str, Any]:
     """["depth=4", "attention=GGGA"] as {"depth": 4, "attention": "GGGA"}: values are JSON, True or False, or else text.
 
-    Raises UserError for words of another form, and for names and values that cannot be.
+    Raises UserError for words of another form, and for names that are flags.
     """
     kwargs = {}
     for word in words:
@@ -55,8 +45,6 @@ def parse_kwargs(words: Iterable[str]) -> dict[str, Any]:
             kwargs[key] = value
         if key in OWN_FLAGS:
             raise UserError(f"--model-kwargs cannot set {key}: it is {OWN_FLAGS[key]}")
-        if isinstance(kwargs[key], (int, float)):
-            ARGUMENT_BOUNDS.get(key, Bounds()).check(f"--model-kwargs {key}", kwargs[key])
     return kwargs
 
 
@@ -121,10 +109,7 @@ def timm_model(name: str, words: Sequence[str] = (), file: Path | None = None, p
 
     words: as in `parse_kwargs`. Raises UserError.
     """
-    kwargs = parse_kwargs(words)
-    if pretrained:
-        timm_weights(name, "--model")  # says why there are none
-    model = build(name, pretrained=pretrained, **kwargs).eval()
+    model = build(name, pretrained=pretrained, **parse_kwargs(words)).eval()
     return load_file(file, model) if file else model
 
 
@@ -146,8 +131,7 @@ def find_checkpoint(path: Path, best: bool = False) -> Checkpoint:
 
     Raises UserError if there is none.
     """
-    is_checkpoint = (path / "manifest.json").exists()
-    checkpoint = load(path) if is_checkpoint else load_newest(path / ("best" if best else "checkpoints"))
+    checkpoint = load(path) if is_checkpoint(path) else load_newest(path / ("best" if best else "checkpoints"))
     if checkpoint is None and is_export(path):
         check_export(path)
         advice = f"or, where a command has them, --model NAME --checkpoint {path / exports.WEIGHTS}"
@@ -204,10 +188,8 @@ def find_model(source: str | Path, flag: str, best: bool = False) -> SavedModel:
     A folder is a run (or one checkpoint folder in it) or an export, a file is weights (their metadata may be beside
     them), and all else a timm name. best: as in `find_checkpoint`. Raises UserError if it is none of these, or damaged.
     """
-    name, path, in_checkpoint = str(source), Path(os.path.expanduser(source)), False
-    if path.is_file():
-        with contextlib.suppress(UserError, OSError):  # other programs write manifests too
-            in_checkpoint = path.name in read_json(path.parent / "manifest.json", "manifest")
+    name, path = str(source), Path(os.path.expanduser(source))
+    in_checkpoint = path.is_file() and is_checkpoint(path.parent)
     if in_checkpoint or (path.is_dir() and not is_export(path)):
         checkpoint = find_checkpoint(path.parent if in_checkpoint else path, best)
         state, file = checkpoint.state, path if in_checkpoint else None
@@ -224,10 +206,14 @@ def find_model(source: str | Path, flag: str, best: bool = False) -> SavedModel:
     return SavedModel(flag, name, about=config.to_dict() if config else {})
 
 
-def is_export(path: Path) -> bool:
-    """Whether a folder is an exported model, and not a run."""
-    is_run = (path / "checkpoints").exists() or all((path / name).exists() for name in ("manifest.json", "state.json"))
-    return (path / exports.CONFIG).exists() and not is_run
+def is_checkpoint(folder: Path) -> bool:
+    """Whether a folder is one checkpoint of a run."""
+    return all((folder / name).exists() for name in ("manifest.json", "state.json"))
+
+
+def is_export(folder: Path) -> bool:
+    """Whether a folder is an exported model."""
+    return (folder / exports.CONFIG).exists()
 
 
 def check_export(folder: Path) -> None:
@@ -235,29 +221,19 @@ def check_export(folder: Path) -> None:
     config = read_json(folder / exports.CONFIG, "configuration")
     if "architecture" not in config:
         raise UserError(f"{folder} is not an exported vision model; nanochat_gka's commands take language models")
-    pattern = config["model_args"].get("attn_layer") if isinstance(config.get("model_args"), dict) else None
+    pattern = config.get("model_args", {}).get("attn_layer")
     if is_pattern(pattern):
-        with one_line(f"{folder / exports.CONFIG} is damaged"):
-            attention_by_layer(pattern)  # which may be longer than timm's table has them
+        attention_by_layer(pattern)  # which may be longer than timm's table has them
 
 
 def _described(folder: Path) -> tuple[list[str], dict[str, Any]]:
     """The names of the classes and timm's data configuration in a folder's config.json.
 
-    Raises UserError for values of another type, and for a damaged file of an export.
+    Raises UserError for a damaged file of an export.
     """
     exports.check_files(folder)
     config = read_json(folder / exports.CONFIG, "configuration")
-    with one_line(f"{folder / exports.CONFIG} is damaged"):
-        about = {**(config.get("pretrained_cfg") or {})}
-        colours = {name: [float(value) for value in about[name]] for name in ("mean", "std") if about.get(name)}
-        return [str(name) for name in config.get("label_names") or []], {**about, **colours}
-
-
-def data_config(model: nn.Module, name: str) -> dict[str, Any]:
-    """timm's data configuration of a model; raises UserError, with the model's `name`, for an impossible one."""
-    with one_line(f"{name} has a damaged configuration of its images"):
-        return resolve_input_data_config(model)
+    return config.get("label_names") or [], config.get("pretrained_cfg") or {}
 
 
 def trained_on(state: dict[str, Any]) -> str:
@@ -266,18 +242,6 @@ def trained_on(state: dict[str, Any]) -> str:
     flags = [f"{flag_of(name)} {value}" for name, value in state["parts"].items()]
     data = " ".join([state["trained_on"], *flags])
     return f"{data} ({' and '.join(counts)} in {len(state['classes']):,} classes)"
-
-
-def open_data(data: str, split: str, run: Path | None, parts: DataParts) -> ImageSource | ImageStream:
-    """See `open_source`; a UserError also names the images that the run in the folder `run` was trained on."""
-    try:
-        return open_source(data, split, parts)
-    except UserError as error:
-        needs = ""
-        with contextlib.suppress(UserError):
-            if run and run.is_dir():
-                needs = f". {run} was trained on {trained_on(find_checkpoint(run).state)}"
-        raise type(error)(f"{error}{needs}") from None
 
 
 def load_run(checkpoint: Checkpoint, weights: str, device: torch.device | str) -> nn.Module:

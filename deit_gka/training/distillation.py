@@ -10,11 +10,12 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from timm.data import resolve_input_data_config
 from timm.loss import SoftTargetCrossEntropy
 from torch import nn
 
 from deit_gka.data.sources.classes import numbers_by_name
-from deit_gka.model.checkpoints import SavedModel, build, data_config, find_model, load_file
+from deit_gka.model.checkpoints import SavedModel, build, find_model, load_file
 from deit_gka.recipe import Colour, Recipe
 from trainkit_gka.cli import UserError
 
@@ -67,7 +68,7 @@ def load_teacher(recipe: Recipe, classes: list[str]) -> Teacher:
     if numbers is None and set(saved.classes) & set(classes):
         differ = f"--teacher-model {name} was trained on other classes than the data's"
         raise UserError(f"{differ}; give a teacher of the same classes")
-    about, size = data_config(model, name), None
+    about, size = resolve_input_data_config(model), None
     if not getattr(model, "dynamic_img_size", False):  # a convolutional network takes any size, and says so nowhere
         fixed = about["input_size"][-2:] if model.pretrained_cfg.get("fixed_input_size") else None
         size = getattr(getattr(model, "patch_embed", None), "img_size", None) or fixed

@@ -11,11 +11,11 @@ from typing import Any
 from deit_gka.data import workers
 from deit_gka.data.batch import ImageBatch, Images, assemble
 from deit_gka.data.order import Order
-from deit_gka.data.sources import BrokenImage, ImageStream, check_classes, decode, located
+from deit_gka.data.sources import BrokenImage, ImageStream, check_classes, decode, located, open_source
 from deit_gka.data.sources.base import check_parts, list_hash
 from deit_gka.data.transforms import eval_transform, train_transform
 from deit_gka.data.workers import BatchLoader, batches, evaluation_batches
-from deit_gka.model.checkpoints import open_data, parse_kwargs, trained_on
+from deit_gka.model.checkpoints import parse_kwargs, trained_on
 from deit_gka.training.config import TrainConfig
 from trainkit_gka.cli import UserError
 from trainkit_gka.distributed import Runtime
@@ -44,7 +44,7 @@ def fitted(config: TrainConfig) -> TrainConfig:
 
 def typical_side(config: TrainConfig) -> int:
     """The median of the smaller sides of some training images, which are spread over all classes, in pixels."""
-    source, sides = open_data(config.data, "train", config.folder, config), []
+    source, sides = open_source(config.data, "train", config), []
     if isinstance(source, ImageStream):
         raise UserError(f"--input-size -1 needs images that are stored, and {config.data} is a stream; give the size")
     for index in range(0, len(source), max(1, len(source) // LOOKED_AT)):
@@ -63,7 +63,7 @@ class RunImages:
         self.num_workers = workers.default_workers() if config.num_workers < 0 else config.num_workers
         if self.num_workers:
             workers.worker_context(config.data)
-        self.train_set, self.val_set = (open_data(config.data, split, folder, config) for split in ("train", "val"))
+        self.train_set, self.val_set = (open_source(config.data, split, config) for split in ("train", "val"))
         for warning in check_classes(self.train_set, self.val_set):
             runtime.print(f"warning: {warning}")
         self.classes = self.train_set.classes

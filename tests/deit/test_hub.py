@@ -16,7 +16,6 @@ from deit_gka.data.order import Order
 from deit_gka.data.sources import DataParts, ImageSource, ImageStream, check_classes, open_source
 from deit_gka.data.transforms import eval_transform, train_transform
 from deit_gka.data.workers import evaluation_batches
-from deit_gka.model.checkpoints import open_data
 from deit_gka.training.config import TrainConfig
 from tiny import one_line_error
 from tiny_images import drawn, error, png, runtime, small_recipe, union, value_of, write
@@ -105,7 +104,7 @@ def test_cifar10_is_a_folder_here_or_the_hubs(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(datasets, "get_dataset_config_names", Mock(side_effect=ConnectionError("Couldn't reach it")))
     with one_line_error("hf download uoft-cs/cifar10 .* --local-dir cifar10") as caught:
-        open_data("cifar10", "train", None, DataParts())
+        open_source("cifar10", "train")
     assert caught.type is PassingFault
     monkeypatch.undo()
     monkeypatch.chdir(tmp_path)

@@ -55,14 +55,11 @@ def draw_families(
     folder: Path,
     families: dict[str, Callable[[Sequence, Path], list[Figure]]],
     why_not: Callable[[str, Sequence], str],
-) -> list[Figure]:
+) -> None:
     """Draw the families that can be drawn of the subjects; print the files, and why others cannot."""
-    figures = []
     for name, draw in families.items():
         if reason := why_not(name, subjects):
             print(f"{name}: not drawn, {reason}")
             continue
         for figure in draw(subjects, folder):
             print(f"{figure.path} and .pdf")
-            figures.append(figure)
-    return figures
