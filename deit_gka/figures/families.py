@@ -7,7 +7,7 @@ from deit_gka.figures.depth import draw_bandwidths, draw_distances
 from deit_gka.figures.explanation import draw_block, draw_operator
 from deit_gka.figures.matrices import draw_evolution, draw_matrices
 from deit_gka.figures.rollout import draw_rollout
-from deit_gka.figures.rows import draw_cls_maps, draw_patch_to_patch, draw_patch_to_patch_heads
+from deit_gka.figures.rows import draw_cls_maps, draw_patch_to_patch
 from deit_gka.figures.subjects import ImageSubject
 from trainkit_gka.plots import Figure
 
@@ -16,7 +16,6 @@ FAMILIES: dict[str, Callable[[Sequence[ImageSubject], Path], list[Figure]]] = {
     "sigma": draw_bandwidths,
     "cls_maps": draw_cls_maps,
     "patch_to_patch": draw_patch_to_patch,
-    "patch_to_patch_heads": draw_patch_to_patch_heads,
     "distance": draw_distances,
     "evolution": draw_evolution,
     "matrices": draw_matrices,

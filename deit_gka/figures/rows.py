@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -15,7 +14,7 @@ from deit_gka.figures.sheet import columns, draw_sheets, frame, heads, smooth_ma
 from deit_gka.figures.subjects import ImageSubject
 from trainkit_gka import plots
 from trainkit_gka.figures.measures import diagonal_mass, entropy
-from trainkit_gka.figures.sheet import CMAP, GREY, bare, coloured, from_zero, logarithmic, scale_below
+from trainkit_gka.figures.sheet import CMAP, bare, coloured, from_zero, logarithmic, scale_below
 from trainkit_gka.plots import Figure
 
 # The CLS token
@@ -125,45 +124,4 @@ def _draw_mean(axes, subject: ImageSubject) -> list[dict]:
             numbers = {"self-weight": float(patches[query]), "mean distance (pixels)": pixels}
             rows.append({**place, "patch": place_name(*query), **numbers})
         scale_below(norm, column[-1], gap=0.08)
-    return rows
-
-
-def draw_patch_to_patch_heads(subjects: Sequence[ImageSubject], folder: Path) -> list[Figure]:
-    """Draw a sheet for every image and query: layers across, heads down, the image once; by model."""
-    layout = dict(margins=(0.3, 0.3, 0.75, 0.52), gaps=(0.22, 0.2), image=0)
-    figures = []
-    for number, query in enumerate(subjects[0].tokens.queries()):
-        text = (
-            f"Rows of W of the patch in {place_name(*query)}, of every head. The patch itself is grey and not on the "
-            "scale, which is logarithmic and shared by a layer (the bar below it). Below a map: the mean distance to "
-            "the patches that the patch attends to, in pixels, and the weight of itself."
-        )
-        title = f"What the patch in {place_name(*query)} looks at, head by head"
-        family = f"patch_to_patch_heads-{number + 1}"
-        draw = partial(_draw_heads, number)
-        figures += draw_sheets(subjects, folder, family, title, text, draw, heads, **layout)
-    return figures
-
-
-def _draw_heads(number: int, axes, subject: ImageSubject) -> list[dict]:
-    """Draw a model's maps of one query, of every head. Returns their numbers."""
-    queries, rows = subject.tokens.queries(), []
-    query = queries[number]
-    for place, column, layer in columns(axes, subject):
-        maps, distances = query_maps(layer.weights, subject.tokens)
-        apart = torch.ones(maps.shape[-3:], dtype=torch.bool)
-        for index, each in enumerate(queries):
-            apart[(index, *each)] = False
-        norm = logarithmic(maps[..., apart])
-        for head, (axis, patches) in enumerate(zip(column, maps[:, number])):
-            picture = coloured(patches, norm)
-            itself = float(patches[query])
-            pixels = float(distances[head, number])
-            picture[query] = [round(255 * part) for part in GREY]
-            axis.imshow(picture, interpolation="none")
-            frame(axis, query)
-            axis.set_xlabel(f"{pixels:.0f} px, self {itself:.2f}", labelpad=2)
-            numbers = {"self-weight": itself, "mean distance (pixels)": pixels}
-            rows.append({**place, "head": head + 1, "patch": place_name(*query), **numbers})
-        scale_below(norm, column[-1], gap=0.26)
     return rows

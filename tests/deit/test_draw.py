@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 
 import tiny
 from deit_gka.draw import DrawConfig, main
@@ -17,37 +16,22 @@ from deit_gka.figures.maps import Tokens, attended_distances, place_name
 from deit_gka.figures.rollout import LEAST_SHARE, largest_ratio, on_patches, rollout
 from deit_gka.figures.rows import query_maps
 from deit_gka.figures.subjects import images_for, of_run, of_timm, photographs, subjects_of
-from deit_gka.model.checkpoints import build
 from tiny_vision import SHAPE, SIZE
 from tiny_vision import photo as photo_of
-from trainkit_gka import checkpoint
 from trainkit_gka.cli import run
 from trainkit_gka.figures.measures import diagonal_mass, entropy
-from vision_runs import GKA, SOFTMAX
+from vision_runs import GKA, SOFTMAX, micro, save_run
 
 TINY = ["--model-kwargs", f"img_size={SIZE}", *(f"{key}={value}" for key, value in SHAPE.items())]
 
 
-def vision_run(folder, name=GKA, seed=0, widen=0.0, trained_on="digits", **recipe):
-    """A run's folder with one checkpoint and no training behind it. widen: how far log σ is spread."""
-    about = {"name": name, "num_classes": 10, "input_size": SIZE, "kwargs": SHAPE}
+def vision_run(folder, name=GKA, seed=0, widen=0.0, **more):
+    """A run's folder. widen: how far log σ is spread."""
+    model = micro(name, size=SIZE, **SHAPE)
     torch.manual_seed(seed)
-    model = build(name, 10, SIZE, **SHAPE)
-    if widen:
-        for block in model.blocks:
-            block.attn.log_sigma.data += widen * torch.rand(len(block.attn.log_sigma))
-    colours = {"mean": IMAGENET_DEFAULT_MEAN, "std": IMAGENET_DEFAULT_STD}
-    recipe = {"crop_pct": 1.0, "input_size": SIZE, **colours, "model": name, "seed": seed, "lr": 0.1, **recipe}
-    state = {
-        "classes": list("0123456789"),
-        "model": about,
-        "train_config": recipe,
-        "epoch": 3,
-        "trained_on": trained_on,
-        "parts": {},
-    }
-    checkpoint.save(folder / "checkpoints", 7, {"model": dict(model.state_dict())}, state)
-    return folder
+    for block in model.blocks if widen else ():
+        block.attn.log_sigma.data += widen * torch.rand(len(block.attn.log_sigma))
+    return save_run(folder, model, list("0123456789"), name, seed=seed, **{"lr": 0.1, **more})
 
 
 def tiny_subjects(name=GKA, *kwargs, images=("stripes",)):
@@ -153,8 +137,7 @@ def test_a_few_tokens_have_the_kernel_of_the_equations():
 # What is drawn
 
 SMALLEST = (*TINY, "depth=1", "num_heads=1")
-HEADS = tuple(f"patch_to_patch_heads-{query}" for query in (1, 2, 3, 4))
-PER_IMAGE = ("cls_maps", "patch_to_patch", *HEADS, "evolution", "matrices", "operator")
+PER_IMAGE = ("cls_maps", "patch_to_patch", "evolution", "matrices", "operator")
 BESIDE = FAMILIES.keys() - {"sigma", "block", "operator"}  # of several models
 
 
@@ -167,8 +150,7 @@ def test_every_family_is_written_as_png_and_pdf(tmp_path, photo):
     image, model = photo.rename(tmp_path / r"$\5$.png"), vision_run(tmp_path / r"$\model$")
     draw("--run", model, "--image", image, "--out", tmp_path / "out", "--tokens", 9)
     folder = tmp_path / "out" / model.name
-    families = {*FAMILIES, *HEADS} - {"patch_to_patch_heads"}
-    names = {rf"{family}-$\5$" if family in PER_IMAGE else family for family in families}
+    names = {rf"{family}-$\5$" if family in PER_IMAGE else family for family in FAMILIES}
     assert {path.name for path in folder.iterdir()} == {f"{name}.{form}" for name in names for form in ("png", "pdf")}
     for name in names:
         assert min(Image.open(folder / f"{name}.png").size) > 300
@@ -181,7 +163,7 @@ def test_other_layouts_of_tokens_are_drawn(layout, figures, tmp_path, photo):
     name, settings, *_ = LAYOUTS[layout]
     draw("--model", name, *SMALLEST, "img_size=[16,24]", *settings, "--image", photo, "--out", tmp_path, "--tokens", 5)
     skipped = len(NEED_SIGMA) if layout == "no bandwidth" else 0
-    assert len(figures) == 2 * (len(FAMILIES) + len(HEADS) - 1 - skipped)
+    assert len(figures) == 2 * (len(FAMILIES) - skipped)
 
 
 def test_a_model_is_drawn_on_images_that_it_knows(tmp_path):

@@ -11,8 +11,10 @@ from safetensors.torch import load_file
 import tiny_vision
 from deit_gka import evaluate
 from deit_gka.model.checkpoints import build
+from deit_gka.recipe import Recipe
 from tiny import events, steps_of
-from tiny_vision import MICRO
+from tiny_vision import MICRO, SHAPE, SIZE
+from trainkit_gka.checkpoint import save
 from trainkit_gka.cli import run
 
 GKA, VLT, SOFTMAX = "deit_tiny_gka_patch16_224", "deit_tiny_vlt_patch16_224", "deit_tiny_patch16_224"
@@ -36,6 +38,16 @@ def train(data, out, *more, **options):
 
 def checkpoint(out, step, name):
     return load_file(out / "run" / "checkpoints" / f"step_{step:08d}" / f"{name}.safetensors")
+
+
+def save_run(folder, model, classes, name=GKA, trained_on="digits", **recipe):
+    """A run's folder with one checkpoint, of a model of SHAPE, and no training behind it."""
+    about = {"name": name, "num_classes": len(classes), "input_size": SIZE, "kwargs": SHAPE}
+    colours = {"mean": Recipe().mean, "std": Recipe().std}
+    state = {"classes": classes, "model": about, "epoch": 1, "trained_on": trained_on, "parts": {}}
+    state["train_config"] = {"crop_pct": 1.0, "input_size": SIZE, "model": name, **colours, **recipe}
+    save(folder / "checkpoints", 1, {"model": dict(model.state_dict())}, state)
+    return folder
 
 
 def wait_for_step(process, out, step):
