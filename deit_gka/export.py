@@ -75,7 +75,7 @@ def main(config: ExportConfig) -> None:
         onnx.require()
     checkpoint = find_checkpoint(config.run, config.best)
     if config.onnx:
-        vit = load_run(checkpoint, config.weights, "cpu")
+        vit = load_run(checkpoint, config.weights)
         check_blocks(vit)
     file = export(checkpoint, config.weights, config.out)
     model = checkpoint.state["model"]

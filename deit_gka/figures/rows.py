@@ -20,10 +20,8 @@ from trainkit_gka.plots import Figure
 # The CLS token
 
 
-def draw_cls_attention(
-    models: dict[str, nn.Module], images: torch.Tensor, path: Path, layer: int = -1, titles: Sequence[str] = ()
-) -> Path:
-    """Draw the images, and below them a row for every model with the mean over heads of CLS attention in `layer`.
+def draw_cls_attention(models: dict[str, nn.Module], images: torch.Tensor, path: Path, titles: Sequence[str]) -> Path:
+    """Draw the images, and below them a row for every model: CLS attention of its last layer, the mean over heads.
 
     models: with a class token, by the label of their row. images: normalised, (B, 3, S, S). titles: of the columns. The
     colour map is that of the paper's supplement, on one scale for all maps. Returns the path.
@@ -32,7 +30,7 @@ def draw_cls_attention(
     maps = {}
     for label, model in models.items():
         tokens = Tokens.of(model)
-        weights = attention_maps(model, images)[layer].weights
+        weights = attention_maps(model, images)[-1].weights
         maps[label] = tokens.patches(tokens.read(weights)).mean(1)
     norm = from_zero(torch.cat([*maps.values()]))
     pictures = {"image": (images.movedim(1, -1) * std + mean).clamp(0, 1)}

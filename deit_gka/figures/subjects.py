@@ -71,7 +71,7 @@ def of_run(path: Path, weights: str = "ema", best: bool = False, image_size: Seq
     trained = f"{'EMA' if weights == 'ema' else 'raw'} weights after {state['epoch']:g} epochs"
     about = f"{name} ({state['model']['name']}), {trained} of {Path(state['trained_on']).name}"
     settings = checkpoints.eval_settings(checkpoints.about_images(state))
-    model = checkpoints.load_run(checkpoint, weights, "cpu")
+    model = checkpoints.load_run(checkpoint, weights)
     return _at_size(DrawnModel(name, about, model, settings, state), image_size)
 
 

@@ -166,7 +166,7 @@ class SavedModel:
     def model(self, weights: str = "") -> nn.Module:
         """The model, on the CPU. weights: of a run, "ema" or "model"; without, the average if it has one."""
         if self.checkpoint and not self.file:
-            return load_run(self.checkpoint, weights or weights_in(self.checkpoint)[0], "cpu")
+            return load_run(self.checkpoint, weights or weights_in(self.checkpoint)[0])
         return timm_weights(self.name, self.flag)
 
     @cached_property
@@ -244,14 +244,14 @@ def trained_on(state: dict[str, Any]) -> str:
     return f"{data} ({' and '.join(counts)} in {len(state['classes']):,} classes)"
 
 
-def load_run(checkpoint: Checkpoint, weights: str, device: torch.device | str) -> nn.Module:
-    """The model of one of our checkpoints, with "ema" or "model" weights. Raises UserError if it lacks them."""
+def load_run(checkpoint: Checkpoint, weights: str) -> nn.Module:
+    """The model of one of our checkpoints, on the CPU, with "ema" or "model" weights. Raises UserError without them."""
     if weights not in (available := weights_in(checkpoint)):
         raise UserError(f"{checkpoint.path} has no {weights} weights; choose --weights {' or '.join(available)}")
     about = checkpoint.state["model"]
     model = build(about["name"], about["num_classes"], about["input_size"], **about["kwargs"])
     model.load_state_dict(checkpoint.tensors(weights))
-    return model.to(device).eval()
+    return model.eval()
 
 
 def load_file(path: Path, model: nn.Module) -> nn.Module:
@@ -285,7 +285,7 @@ def export(checkpoint: Checkpoint, weights: str, folder: Path) -> Path:
     The folder appears when it is complete, without ONNX files of an earlier export. Raises UserError if it holds
     another model, or something else.
     """
-    model = load_run(checkpoint, weights, "cpu")
+    model = load_run(checkpoint, weights)
     about = dict(model_config={"label_names": checkpoint.state["classes"]}, data_config=about_images(checkpoint.state))
     with exports.export_folder(folder, lambda: _has_weights(folder / exports.WEIGHTS, model)) as incoming:
         with usual_mode(incoming / exports.WEIGHTS):

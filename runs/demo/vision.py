@@ -117,5 +117,5 @@ def draw_attention(jobs: Jobs, out: Path) -> Path:
     for index in range(len(source)):
         first.setdefault(source.read(index)[1], index)
     images = torch.stack([transform(decode(source.read(first[digit])[0])) for digit in sorted(first)])
-    models = {label: load_run(find_checkpoint(seeds[0].folder), "ema", "cpu") for label, seeds in jobs.items()}
+    models = {label: load_run(find_checkpoint(seeds[0].folder), "ema") for label, seeds in jobs.items()}
     return draw_cls_attention(models, images, out / "digits_cls_attention.png", titles=source.classes)

@@ -45,7 +45,7 @@ def test_int8_agrees_on_digits(digits, tmp_path):
     """Top-1 of the held-out digits: float32 as torch's on all of them, int8 on 97 of 100."""
     export.main(export.ExportConfig(run=digits / "run", out=tmp_path, weights="model", onnx=True, int8=True))
     checkpoint = find_checkpoint(digits / "run")
-    model, about = load_run(checkpoint, "model", "cpu"), about_images(checkpoint.state)
+    model, about = load_run(checkpoint, "model"), about_images(checkpoint.state)
     source, transform = open_source("digits", "val"), eval_transform(about["input_size"][-1], about["crop_pct"])
     images = torch.stack([transform(decode(source.read(place)[0])) for place in range(len(source))])
     with torch.no_grad():

@@ -89,7 +89,7 @@ def test_a_hybrid_trains_resumes_exports_and_evaluates(name, more, tmp_path):
     call(TRAIN, *words, "--stop-after", 2, folder=tmp_path)
     assert "resuming at update 2" in call(TRAIN, *words, "--stop-after", 3, folder=tmp_path).stdout
     folder = tmp_path / f"{name}-GA"
-    model = load_run(find_checkpoint(folder), "model", "cpu")
+    model = load_run(find_checkpoint(folder), "model")
     assert [kind_of(block.attn) for block in model.blocks] == ["gka", "softmax"]
     assert [block.attn.offsets.pattern for block in model.blocks if more] == ["LU", "LU"] * bool(more)
     call(EXPORT, "--run", folder, "--out", tmp_path / "exported", "--weights", "model", folder=tmp_path)
