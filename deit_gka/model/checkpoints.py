@@ -22,7 +22,7 @@ from deit_gka.model.registry import attention_by_layer, default_cfgs, is_pattern
 from gka import layer_kinds
 from trainkit_gka import exports
 from trainkit_gka.checkpoint import Checkpoint, load, load_newest
-from trainkit_gka.cli import PassingFault, UserError, flag_of, is_network
+from trainkit_gka.cli import PassingFault, UserError, is_network
 from trainkit_gka.files import read_json, usual_mode, write_json
 
 WEIGHTS = ("ema", "model")
@@ -223,7 +223,8 @@ def check_export(folder: Path) -> None:
         raise UserError(f"{folder} is not an exported vision model; nanochat_gka's commands take language models")
     pattern = config.get("model_args", {}).get("attn_layer")
     if is_pattern(pattern):
-        attention_by_layer(pattern)  # which may be longer than timm's table has them
+        with one_line(f"{folder / exports.CONFIG} is damaged"):
+            attention_by_layer(pattern)  # which may be longer than timm's table has them
 
 
 def _described(folder: Path) -> tuple[list[str], dict[str, Any]]:
@@ -234,14 +235,6 @@ def _described(folder: Path) -> tuple[list[str], dict[str, Any]]:
     exports.check_files(folder)
     config = read_json(folder / exports.CONFIG, "configuration")
     return config.get("label_names") or [], config.get("pretrained_cfg") or {}
-
-
-def trained_on(state: dict[str, Any]) -> str:
-    """The images that a checkpoint's run was trained on, in words."""
-    counts = [f"{state['data'][f'{split} images']:,} {split} images" for split in ("training", "validation")]
-    flags = [f"{flag_of(name)} {value}" for name, value in state["parts"].items()]
-    data = " ".join([state["trained_on"], *flags])
-    return f"{data} ({' and '.join(counts)} in {len(state['classes']):,} classes)"
 
 
 def load_run(checkpoint: Checkpoint, weights: str) -> nn.Module:

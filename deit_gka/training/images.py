@@ -15,7 +15,7 @@ from deit_gka.data.sources import BrokenImage, ImageStream, check_classes, decod
 from deit_gka.data.sources.base import check_parts, list_hash
 from deit_gka.data.transforms import eval_transform, train_transform
 from deit_gka.data.workers import BatchLoader, batches, evaluation_batches
-from deit_gka.model.checkpoints import parse_kwargs, trained_on
+from deit_gka.model.checkpoints import parse_kwargs
 from deit_gka.training.config import TrainConfig
 from trainkit_gka.cli import UserError
 from trainkit_gka.distributed import Runtime
@@ -95,7 +95,7 @@ class RunImages:
 
     def check_same(self, saved: dict[str, Any]) -> None:
         """Raises UserError if these are not the images of the run whose checkpoint has the state `saved`."""
-        data, advice = self.config.data, f"give it the run's data, {trained_on(saved)}, or another --model-tag"
+        data, advice = self.config.data, f"give it the run's data, {saved['trained_on']}, or another --model-tag"
         if saved["trained_on"] == located(data):
             check_parts(self.config, saved["parts"], self.folder)
         for key, value in self._counts().items():

@@ -42,10 +42,8 @@ class Tars(ImageSource):
             rows.append(np.array([(number, *row) for _, *row in images], np.int64).reshape(-1, 4))
         if not keys:
             has = ", ".join(f"{count:,} {kind}" for kind, count in ignored.most_common(6)) or "none"
-            wanted = _suffixes(parts.input_key) or ["jpg"], _suffixes(parts.target_key) or LABELS[:1]
-            needs = " and ".join(" or ".join(f"KEY.{suffix}" for suffix in suffixes) for suffixes in wanted)
-            files = f"the {len(shards)} {split} tar files of {root}"
-            raise UserError(f"no images in {files}; they need members {needs}, they have: {has}")
+            needs = f"they need members KEY.{parts.input_key or 'jpg'} and KEY.{parts.target_key or 'cls'}"
+            raise UserError(f"no images in the {len(shards)} {split} tar files of {root}; {needs}, they have: {has}")
         self._names, self._rows = Names(keys), torch.from_numpy(np.concatenate(rows))
         count = int(self._rows[:, 3].max()) + 1
         file = root / "classes.txt"
