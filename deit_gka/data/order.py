@@ -6,7 +6,7 @@
   or workers, nor where a run was interrupted, changes what is drawn.
 """
 
-import contextlib
+import itertools
 import queue
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -110,12 +110,11 @@ class Order:
 
     def _stream(self, epoch: int, first: int) -> Callable[[int], Record]:
         """The record at the next place in the epoch, from update `first` on."""
-        skipped = first * sum(map(len, self.units))
-        if skipped:
-            self.runtime.print(f"reading {skipped:,} images of this epoch again, to go on where it stopped")
-        records = read_ahead(self._endless(epoch), READ_AHEAD)
-        for _ in range(skipped):
-            next(records)
+        each = sum(map(len, self.units))
+        if first:
+            self.runtime.print(f"reading {first * each:,} images of this epoch again, to go on where it stopped")
+        of_epoch = itertools.islice(self._endless(epoch), first * each, self.steps_per_epoch * each)
+        records = read_ahead(of_epoch, READ_AHEAD)
         return lambda place: next(records)
 
     def _endless(self, epoch: int) -> Iterator[Record]:
@@ -127,32 +126,23 @@ class Order:
 
 
 def read_ahead(iterator: Iterator, count: int) -> Iterator:
-    """The same items, read by a thread that stays up to `count` ahead and ends when the caller closes the generator."""
+    """The same items, read by a thread that stays up to `count` ahead, until they end or the process does."""
     items: queue.Queue = queue.Queue(count)
-    closed = threading.Event()
 
     def read() -> None:
         end: BaseException = StopIteration()
         try:
             for item in iterator:
                 items.put((item, None))
-                if closed.is_set():
-                    return
         except BaseException as error:
             end = error
         items.put((None, end))
 
     threading.Thread(target=read, daemon=True).start()
-    try:
-        while True:
-            item, end = items.get()
-            if isinstance(end, StopIteration):
-                return
-            if end is not None:
-                raise end
-            yield item
-    finally:
-        closed.set()
-        with contextlib.suppress(queue.Empty):  # a thread that waits for room puts its item and ends
-            while True:
-                items.get_nowait()
+    while True:
+        item, end = items.get()
+        if isinstance(end, StopIteration):
+            return
+        if end is not None:
+            raise end
+        yield item
