@@ -49,8 +49,6 @@ def account(config: AccountingConfig) -> dict:
         **({"gka_values": config.gka_values} if has_gka(config.attention, config.depth) else {}),
         **({"channel_bandwidths": True} if config.channel_bandwidths else {}),
         **({"head_gates": True} if config.head_gates else {}),
-        **({"short_conv": config.short_conv} if config.short_conv else {}),
-        **({"project_value_embeds": True} if config.project_value_embeds else {}),
         "n_embd": model.config.n_embd,
         "n_head": model.config.n_head,
         "parameters": counts.pop("total"),

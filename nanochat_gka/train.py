@@ -31,7 +31,7 @@ from nanochat_gka.generation.engine import Engine
 from nanochat_gka.generation.sampling import SAMPLE_PROMPTS, Sampling
 from nanochat_gka.model.accounting import Horizon, flops_per_token, parameter_counts, plan
 from nanochat_gka.model.config import ModelFlags, has_gka, settings_of_today
-from nanochat_gka.model.gpt import GPT, WHOLE_ROWS, build
+from nanochat_gka.model.gpt import GPT, build
 from nanochat_gka.training import memory
 from nanochat_gka.training.bits_per_byte import UTF8, of_both_splits, rows_note, utf8_note
 from nanochat_gka.training.memory import RowsAtOnce
@@ -123,20 +123,13 @@ class TrainConfig(OptimConfig, ModelFlags, BundleFlags, RunConfig):
         values = "normalised" if is_unrotated else ""
         everywhere = "everywhere" if self.offset_layers == "all" else ""
         learned = ["channels"] * self.channel_bandwidths + ["gates"] * self.head_gates
-        learned += [f"conv{self.short_conv}"] if self.short_conv else []
         tables = {"auto": "", "every-second": "VE", "every-layer": "VE-every-layer", "none": "no-VE"}[self.value_embeds]
-        last = ["projected"] * self.project_value_embeds + ["documents"] * self.document_mask
-        parts = [f"d{self.depth}", self.attention, self.head_offsets, everywhere, values, *learned, tables, *last]
+        last = "documents" if self.document_mask else ""
+        parts = [f"d{self.depth}", self.attention, self.head_offsets, everywhere, values, *learned, tables, last]
         name = "-".join(filter(None, parts))
         short = f"d{self.depth}-preset"
         is_preset = name == f"d{self.depth}-{PRESET_PARTS}" and not (self.out / name).exists()
         return self.model_tag or (short if is_preset else name)
-
-    def check(self) -> None:
-        super().check()
-        if self.short_conv and (self.sample_every > 0 or self.core_metric_every > 0 or self.document_mask):
-            advice = "give --sample-every -1, and leave --core-metric-every and --document-mask out"
-            raise UserError(f"{WHOLE_ROWS}, which it mixes: {advice}")
 
     def identity(self) -> dict[str, Any]:
         hidden = () if has_gka(self.attention, self.depth) else ("gka_values",)  # without meaning there

@@ -28,13 +28,12 @@ from gka.bandwidth import at_least_float32
 from gka.masking import Mask
 from gka.offsets import head_offsets
 from gka.parts import GATE_CHANNELS
-from nanochat_gka.model.blocks import Linear, Rotary, ShortConvolution, fill_uniform, norm
+from nanochat_gka.model.blocks import Linear, Rotary, fill_uniform, norm
 from nanochat_gka.model.config import GPTConfig
-from nanochat_gka.model.context import Context, PackedRows, Tensors, map_distinct
+from nanochat_gka.model.context import Context, PackedRows, Tensors
 
 # The parameters of a layer that AdamW trains, with the flag of their learning rate; Muon trains the matrices.
 ADAMW_PARTS = {"log_sigma": "sigma_lr", "channel_log_scales": "channel_lr", "head_gate": "gate_lr"}
-ADAMW_PARTS |= {"short_conv": "short_conv_lr"}
 
 
 class Attention(nn.Module, ABC):
@@ -43,7 +42,6 @@ class Attention(nn.Module, ABC):
     kind: ClassVar[Kind]
     plain_widths: ClassVar[int]  # of `activation_widths`, without a model's additions
     derives_keys = False  # a cache may leave keys out, since they follow from the values
-    convolved = ("query", "key", "value")  # what has a short convolution each
 
     def __init__(self, config: GPTConfig, layer: int):
         super().__init__()
@@ -54,36 +52,27 @@ class Attention(nn.Module, ABC):
             setattr(self, name, Linear(config.n_embd, config.n_embd))
         self.c_proj = Linear(config.n_embd, config.n_embd)
         self.ve_gate = Linear(GATE_CHANNELS, config.n_head) if config.has_value_embedding(layer) else None
-        projects = config.project_value_embeds and self.ve_gate is not None
-        self.ve_proj = Linear(config.n_embd, config.n_embd) if projects else None
         self.pairing = head_offsets(config.offset_pattern(layer), config.n_head)
         has_additions = config.has_additions(layer)
         scales = torch.empty(config.n_embd, dtype=torch.float32)
         self.channel_log_scales = nn.Parameter(scales) if config.channel_bandwidths and has_additions else None
         self.head_gate = Linear(config.n_embd, config.n_head) if config.head_gates and has_additions else None
-        self.short_conv = None
-        if config.short_conv and has_additions:
-            modules = {name: ShortConvolution(config.short_conv, config.n_embd) for name in self.convolved}
-            self.short_conv = nn.ModuleDict(modules)
 
     def init_weights(self) -> None:
-        for matrix in (*(getattr(self, name) for name in self.projections), self.ve_proj):
-            if matrix is not None:
-                fill_uniform(matrix.weight, self.config.n_embd)
+        for name in self.projections:
+            fill_uniform(getattr(self, name).weight, self.config.n_embd)
         # Gates are 2 * sigmoid(0) = 1 at first: value embeddings and heads as they are.
         for zeros in (self.c_proj, self.ve_gate, self.head_gate):
             if zeros is not None:
                 nn.init.zeros_(zeros.weight)
         if self.channel_log_scales is not None:
             nn.init.zeros_(self.channel_log_scales)
-        for convolution in self.short_conv.values() if self.short_conv else ():
-            nn.init.zeros_(convolution.taps)
 
     @property
     def activation_widths(self) -> int:
         """(B, T, C) tensors that the layer keeps for the backward pass, for `training.memory`."""
         added = (self.pairing, self.channel_log_scales, self.head_gate)
-        return self.plain_widths + sum(part is not None for part in added) + len(self.short_conv or ())
+        return self.plain_widths + sum(part is not None for part in added)
 
     @property
     def attention_flops(self) -> int:
@@ -95,8 +84,7 @@ class Attention(nn.Module, ABC):
     ) -> torch.Tensor:
         """Mix and project: the outputs of the tokens that the context selects, (B, T, C) for all.
 
-        x: the normalised block input, (B, T, C). value_embedding: (B, T, C), or what `ve_proj` makes it of; None in
-        layers without.
+        x: the normalised block input, (B, T, C). value_embedding: (B, T, C), None in layers without.
         """
         queries, new = self.project(x, value_embedding, rotary, context.positions)
         heads = context.attend(self, rotary, queries, new)  # (B, T, H, D)
@@ -111,10 +99,6 @@ class Attention(nn.Module, ABC):
     def scaled(self, x: torch.Tensor) -> torch.Tensor:
         """x * exp(a) per channel, by which tokens are compared, (B, T, C); x without channel bandwidths."""
         return x if self.channel_log_scales is None else parts.scaled(x, self.channel_log_scales)
-
-    def convolve(self, name: str, x: torch.Tensor) -> torch.Tensor:
-        """x, (B, T, C), after the short convolution of this name; x itself in layers without."""
-        return x if self.short_conv is None else self.short_conv[name](x)
 
     @abstractmethod
     def project(self, x, value_embedding, rotary: Rotary, positions) -> tuple[torch.Tensor, Tensors]:
@@ -179,8 +163,6 @@ class Attention(nn.Module, ABC):
         """values + 2 sigmoid(W_g x[:32]) * embedding, per head."""
         if value_embedding is None:
             return values
-        if self.ve_proj is not None:
-            value_embedding = self.ve_proj(value_embedding)
         return parts.add_value_embedding(values, self.ve_gate(x[..., :GATE_CHANNELS]), self.heads(value_embedding))
 
 
@@ -191,12 +173,11 @@ class SoftmaxAttention(Attention):
     plain_widths = 6  # queries and keys before and after their norm, values, output
 
     def values(self, x):
-        return self.heads(self.convolve("value", self.c_v(x)))
+        return self.heads(self.c_v(x))
 
     def project(self, x, value_embedding, rotary, positions):
         compared = self.scaled(x)
-        maps = {"query": self.c_q, "key": self.c_k}.items()
-        queries, keys = (norm(rotary(self.heads(self.convolve(name, c(compared))), positions)) for name, c in maps)
+        queries, keys = (norm(rotary(self.heads(c(compared)), positions)) for c in (self.c_q, self.c_k))
         return queries, (keys, self.add_value_embedding(self.values(x), x, value_embedding))
 
     def attend(self, rotary, queries, stored, documents=None):
@@ -222,7 +203,7 @@ class VLTAttention(SoftmaxAttention):
     plain_widths = 5  # as softmax, without values
 
     def values(self, x):
-        return self.heads(self.convolve("value", x))
+        return self.heads(x)
 
 
 class GKAAttention(Attention):
@@ -302,14 +283,12 @@ class RotatedGKA(GKAAttention):
     Value embeddings or channel bandwidths make the values another tensor than the features; then both are stored.
     """
 
-    convolved = ("feature",)
-
     @property
     def cached_tensors(self):
         return 1 + (self.ve_gate is not None or self.channel_log_scales is not None)
 
     def project(self, x, value_embedding, rotary, positions):
-        heads = self.heads(self.convolve("feature", x))
+        heads = self.heads(x)
         features = self.features(heads, rotary, positions)
         values = features if self.channel_log_scales is None else norm(rotary(heads, positions))
         values = self.add_value_embedding(values, x, value_embedding)
@@ -320,23 +299,20 @@ class UnrotatedGKA(GKAAttention):
     """Values are normalised per head but not rotated, which is not the paper's form.
 
     Keys follow from the values and their positions, so that a cache may store the values alone; value embeddings,
-    which are added to the values, and short convolutions, of which keys have another than values, undo that.
+    which are added to the values, undo that.
     """
-
-    convolved = ("feature", "value")
 
     @property
     def cached_tensors(self):
-        return 1 + (not self.derives_keys)
+        return 1 + (self.ve_gate is not None)
 
     @property
     def derives_keys(self):
-        return self.ve_gate is None and self.short_conv is None
+        return self.ve_gate is None
 
     def project(self, x, value_embedding, rotary, positions):
-        inputs = [self.convolve(name, x) for name in self.convolved]
-        compared, values = map_distinct(lambda tensor: norm(self.heads(tensor)), *inputs)
-        features = self.features(compared, rotary, positions)
+        values = norm(self.heads(x))
+        features = self.features(values, rotary, positions)
         return features, (self.add_value_embedding(values, x, value_embedding), features)
 
     def unpack(self, rotary, first, stored):

@@ -64,25 +64,6 @@ class Rotary(nn.Module):
         return rotate(x, self.cos[0, positions], self.sin[0, positions])
 
 
-class ShortConvolution(nn.Module):
-    """x + a causal convolution of width w of every channel over tokens (Canon layers, arXiv 2512.17351).
-
-    taps: (w, C), of the token itself first, then of those before it. Tokens before a row's first count as zeros.
-    """
-
-    def __init__(self, width: int, channels: int):
-        super().__init__()
-        self.taps = nn.Parameter(torch.empty(width, channels, dtype=torch.float32))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """(B, T, C) to the same shape."""
-        num_tokens, most = x.shape[1], len(self.taps) - 1
-        padded = F.pad(x, (0, 0, most, 0))
-        for late, tap in enumerate(self.taps.to(x.dtype)):
-            x = x + tap * padded[:, most - late : most - late + num_tokens]
-        return x
-
-
 class MLP(nn.Module):
     """C -> 4C -> C with relu^2."""
 

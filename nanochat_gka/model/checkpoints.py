@@ -16,7 +16,7 @@ from nanochat_gka.data import huggingface_tokenizer
 from nanochat_gka.data.tokenizer import EXPORTED_NAME, FILE_NAME, Tokenizer
 from nanochat_gka.model.accounting import parameter_counts
 from nanochat_gka.model.config import GPTConfig
-from nanochat_gka.model.gpt import GPT, WHOLE_ROWS, build
+from nanochat_gka.model.gpt import GPT, build
 from trainkit_gka import checkpoint
 from trainkit_gka.checkpoint import Checkpoint, run_folder
 from trainkit_gka.cli import UserError, reason_of
@@ -123,8 +123,6 @@ def export(loaded: Loaded, folder: Path) -> dict[str, Any]:
     complete. Returns the content of config.json. Raises UserError if the folder holds another model, or other files.
     """
     model = loaded.model
-    if model.config.short_conv:
-        raise UserError(f"{WHOLE_ROWS}, and what reads an export generates token by token; evaluate the run itself")
     special = huggingface_tokenizer.special_ids(loaded.tokenizer)
     about = {
         "model_type": MODEL_TYPE,

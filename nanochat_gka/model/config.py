@@ -14,12 +14,15 @@ CHOICES = {
     "offset_layers": ("gka", "all"),
 }
 # Settings that only gka layers have. Those of the first line are of all layers where offset_layers=all.
-ADDITIONS = ("head_offsets", "channel_bandwidths", "head_gates", "short_conv")
+ADDITIONS = ("head_offsets", "channel_bandwidths", "head_gates")
 GKA_SETTINGS = ("gka_values", "sigma_squared")
 # Former names of values, which runs, checkpoints and the patches state.
 RENAMED = {"gka_values": {"normalised": "unrotated"}, "value_embeds": {"all": "every-second"}}
-# Settings of research forms, which runs of the study state. Commit 0438d460 has other values of them.
-RESEARCH_SETTINGS = {"mixing": "none", "rotary": "full", "kernel": "gaussian", "gka_window": 0}
+# Settings of research forms, which runs of the study state: a commit that has other values of them, and the only ones.
+RESEARCH_SETTINGS = {
+    "0438d460": {"mixing": "none", "rotary": "full", "kernel": "gaussian", "gka_window": 0},
+    "f22b2c1d": {"short_conv": 0, "short_conv_lr": 0.02, "project_value_embeds": False},
+}
 
 
 @dataclass(frozen=True)
@@ -46,8 +49,6 @@ class GPTConfig:
     offset_layers: str = "gka"
     channel_bandwidths: bool = False
     head_gates: bool = False
-    short_conv: int = 0
-    project_value_embeds: bool = False
     document_start: int = -1
 
     def __post_init__(self):
@@ -70,8 +71,6 @@ class GPTConfig:
                 raise ValueError(f"{name} must be one of {', '.join(choices)}, got {getattr(self, name)!r}")
         if not (math.isfinite(self.sigma_squared) and self.sigma_squared >= 0):
             raise ValueError(f"sigma_squared must be positive and finite, or 0 (automatic); got {self.sigma_squared}")
-        if self.short_conv < 0:
-            raise ValueError(f"short_conv must be at least 1, or 0 (none); got {self.short_conv}")
         if not -1 <= self.document_start < self.vocab_size:
             raise ValueError(f"document_start must be an id below {self.vocab_size}, or -1; got {self.document_start}")
         for name in unused_settings(self.attention, self.n_layer, self.offset_layers):
@@ -138,7 +137,7 @@ class GPTConfig:
         return every_second and (self.value_embeds == "every-second" or (self.value_embeds == "auto" and learns_values))
 
     def has_additions(self, layer: int) -> bool:
-        """Whether the layer has the model's head offsets, channel bandwidths, head gates and short convolutions."""
+        """Whether the layer has the model's head offsets, channel bandwidths and head gates."""
         return self.offset_layers == "all" or self.layer_attention(layer) == "gka"
 
     @property
@@ -150,9 +149,7 @@ class GPTConfig:
             f"values {self.gka_values}": self.gka_values != "rotated",
             "channel bandwidths": self.channel_bandwidths,
             "head gates": self.head_gates,
-            f"short convolutions of {self.short_conv}": self.short_conv,
             f"value embeddings {self.value_embeds}": self.value_embeds != "auto",
-            "value embeddings projected": self.project_value_embeds,
             "documents apart": self.document_start >= 0,
         }
         return ", ".join(text for text, applies in words.items() if applies)
@@ -163,10 +160,11 @@ def settings_of_today(saved: dict[str, Any]) -> dict[str, Any]:
 
     Raises ValueError if one asks for such a form.
     """
-    for name, value in RESEARCH_SETTINGS.items():
-        if saved.get(name, value) != value:
-            raise ValueError(f"{name}={saved[name]} is a research form, which only commit 0438d460 can compute")
-    settings = {name: value for name, value in saved.items() if name not in RESEARCH_SETTINGS}
+    settings = dict(saved)
+    for commit, values in RESEARCH_SETTINGS.items():
+        for name, value in values.items():
+            if settings.pop(name, value) != value:
+                raise ValueError(f"{name}={saved[name]} is a research form, which only commit {commit} can compute")
     for name, names in RENAMED.items():
         if isinstance(value := settings.get(name), str):
             settings[name] = names.get(value, value)
@@ -210,9 +208,6 @@ class ModelFlags:
     value_embeds: Annotated[Literal["auto", "every-second", "every-layer", "none"], Group.MODEL] = "auto"
     """Layers with gated value embeddings; auto = nanochat's: every second layer, if its attention learns values;
     every-second = whatever its attention is; every-layer = the other layers too."""
-    project_value_embeds: Annotated[bool, Group.MODEL] = False
-    """Project value embeddings from the token's embedding, by a matrix for each layer, in place of tables. An
-    experiment."""
     head_offsets: Annotated[str, Group.MODEL] = ""
     """A letter per head of gka layers, tiled: N pairs key j with value j, P with value j-1, S key j-1 with value j;
     empty = the paper's form. A fixed case of KV shifting attention (arXiv 2411.19574)."""
@@ -222,16 +217,13 @@ class ModelFlags:
     sigma_squared: Annotated[float, Bounds(0), Group.MODEL] = 0.0
     """Starting sigma^2 of gka heads; 0 = head_dim, or head_dim / 4 with head offsets."""
     offset_layers: Annotated[Literal["gka", "all"], Group.MODEL] = "gka"
-    """Layers that have the head offsets, channel bandwidths, head gates and short convolutions; all gives them to
-    softmax and vlt layers too, as a control."""
+    """Layers that have the head offsets, channel bandwidths and head gates; all gives them to softmax and vlt layers
+    too, as a control."""
     channel_bandwidths: Annotated[bool, Group.MODEL] = False
     """Learn a scale for each channel of what is compared, beside sigma for each head (automatic relevance
     determination); not the paper's form."""
     head_gates: Annotated[bool, Group.MODEL] = False
     """Multiply each head's output by a gate that reads the token (arXiv 2505.06708); not the paper's form."""
-    short_conv: Annotated[int, Bounds(0, 64), Group.MODEL] = 0
-    """Tokens that a causal convolution of every channel mixes into queries, keys and values (arXiv 2512.17351); 0 =
-    none. An experiment: such models train and are evaluated in bits per byte, but do not generate."""
 
     def shape(self, depth: int, sequence_len: int, vocab_size: int) -> GPTConfig:
         """The model's shape at `depth` with these settings. Raises UserError naming the setting."""
@@ -242,9 +234,6 @@ class ModelFlags:
             for name in unused_settings(self.attention, depth, self.offset_layers):
                 settings.pop(name, None)
         try:
-            config = GPTConfig.from_depth(depth, **settings)
+            return GPTConfig.from_depth(depth, **settings)
         except ValueError as error:
             raise UserError(str(error)) from None
-        if self.project_value_embeds and depth == self.depth and not any(map(config.has_value_embedding, range(depth))):
-            raise UserError("--project-value-embeds is for layers with value embeddings, and --value-embeds gives none")
-        return config

@@ -15,9 +15,6 @@ from nanochat_gka.model.cache import KVCache
 from nanochat_gka.model.config import GPTConfig
 from nanochat_gka.model.context import Context, PackedRows
 from nanochat_gka.model.loss import capped, cross_entropy
-from trainkit_gka.cli import UserError
-
-WHOLE_ROWS = "a model with short convolutions (--short-conv) computes whole rows only"
 
 
 class Block(nn.Module):
@@ -46,7 +43,7 @@ class GPT(nn.Module):
         blocks = nn.ModuleList(Block(config, layer) for layer in range(config.n_layer))
         self.transformer = nn.ModuleDict({"wte": nn.Embedding(rows, width), "h": blocks})
         self.lm_head = Linear(width, rows)
-        layers = [a.layer for a in self.attentions if a.ve_gate is not None and a.ve_proj is None]
+        layers = [layer for layer in range(config.n_layer) if config.has_value_embedding(layer)]
         self.value_embeds = nn.ModuleDict({str(layer): nn.Embedding(rows, width) for layer in layers})
         self.rotary = Rotary(config.head_dim, config.sequence_len)
         self.rounded_to: torch.dtype | None = None  # dtype of activations; None: the tables'
@@ -114,8 +111,6 @@ class GPT(nn.Module):
         if context is None:
             is_packed = self.config.document_start >= 0 and len(ids)
             context = PackedRows(ids, self.config.document_start) if is_packed else Context()
-        if self.config.short_conv and type(context) is not Context:
-            raise UserError(f"{WHOLE_ROWS}; this needs a cache of past tokens, or several texts in a row")
         context.begin(ids.shape[1])
         if context.longest > self.rotary.length:
             limit = f"at most {self.rotary.length} tokens ({ROTARY_OVERALLOCATION} x sequence_len)"
@@ -125,8 +120,6 @@ class GPT(nn.Module):
             x = self.resid_lambdas[layer].to(x.dtype) * x + self.x0_lambdas[layer].to(x.dtype) * x0
             tables = self.value_embeds
             value_embedding = tables[str(layer)](ids).to(x.dtype) if str(layer) in tables else None
-            if self.config.project_value_embeds and self.config.has_value_embedding(layer):
-                value_embedding = x0
             x = block(x, value_embedding, self.rotary, context)
         context.end()
         return norm(x)

@@ -43,7 +43,7 @@ def parameters(config: GPTConfig) -> tuple[int, int, int]:
     width, rows = config.n_embd, config.padded_vocab_size
     tables, matrices, rest = 1, 0, rows * width + 2 * config.n_layer
     for attention, layers in attentions(config).items():
-        tables += layers * (attention.ve_gate is not None and attention.ve_proj is None)
+        tables += layers * (attention.ve_gate is not None)
         matrices += layers * 8 * width * width
         for name, parameter in attention.named_parameters():
             if name.split(".")[0] in ADAMW_PARTS:

@@ -41,7 +41,7 @@ Beta = Annotated[float, Bounds(0, 0.999999)]  # 1 in float32 would divide by 1 -
 class OptimConfig:
     """The optimiser's flags. Base rates are for steps of `lr_batch_size` tokens.
 
-    The defaults are nanochat's; it has no sigma_lr, channel_lr, gate_lr and short_conv_lr, and always 2^19 tokens.
+    The defaults are nanochat's; it has no sigma_lr, channel_lr and gate_lr, and always 2^19 tokens.
     """
 
     embedding_lr: Annotated[Rate, Group.OPTIMISER] = 0.3
@@ -58,8 +58,6 @@ class OptimConfig:
     """Base learning rate of the channel bandwidths' logarithms (AdamW)."""
     gate_lr: Annotated[Rate, Group.OPTIMISER] = 0.02
     """Base learning rate of the head gates (AdamW)."""
-    short_conv_lr: Annotated[Rate, Group.OPTIMISER] = 0.02
-    """Base learning rate of the short convolutions (AdamW)."""
     lr_batch_size: Annotated[int, Bounds(1), Group.OPTIMISER] = REFERENCE_BATCH
     """Tokens of a step for which the rates are; with others they go with the square root. Small steps want it lower:
     at 2,048 tokens the default makes rates a sixteenth."""

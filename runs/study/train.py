@@ -41,15 +41,13 @@ from trainkit_gka.results import append_line, date_of, git_commit, read_results
 
 # The forms, as flags of nanochat_gka.train, with the values that the first rows state (see
 # `settings_of_today`).
-# channel_rate, gate_rate and short_conv_rate multiply the learning rates of channel bandwidths, head gates and short
-# convolutions.
+# channel_rate and gate_rate multiply the learning rates of channel bandwidths and head gates.
 OFFSETS, UNROTATED = dict(head_offsets="PS"), dict(gka_values="normalised")
 EVERYWHERE = dict(**OFFSETS, offset_layers="all")  # softmax and VLT layers too
 SOFTMAX, VLT = dict(attention="softmax"), dict(attention="vlt")
 GKA, GKA_OFFSETS = dict(attention="gka"), dict(attention="gka", **OFFSETS, **UNROTATED)
 HALF, EVERY, NONE = dict(value_embeds="all"), dict(value_embeds="every-layer"), dict(value_embeds="none")
 HYBRID = dict(**EVERYWHERE, **UNROTATED)
-CONVOLUTIONS = dict(short_conv=4, short_conv_rate=0.25)
 CONTROL, PAPER, HALF_VE = "softmax + offsets", "GKA", "GKA + offsets + half VE"
 PRESET, RIVAL = "GKA + offsets + half VE + channels + gates", "softmax + offsets + channels + gates"
 
@@ -84,9 +82,6 @@ FORMS: dict[str, dict[str, Any]] = {
     "GKA + offsets + channels + gates": {**GKA_OFFSETS, **learned(1.0, 1.0)},
     "VLT + offsets + channels + gates": {**VLT, **EVERYWHERE, **learned(4.0, 0.25)},
     f"{HALF_VE} + channels": {**GKA_OFFSETS, **HALF, "channel_bandwidths": True, "channel_rate": 4.0},
-    f"{PRESET} + convolutions": {**GKA_OFFSETS, **HALF, **learned(4.0, 0.25), **CONVOLUTIONS},
-    f"{RIVAL} + convolutions": {**SOFTMAX, **EVERYWHERE, **learned(1.0, 0.25), **CONVOLUTIONS},
-    f"{PRESET}, VE projected": {**GKA_OFFSETS, **HALF, **learned(4.0, 0.25), "project_value_embeds": True},
     f"{PRESET}, heads of 128": {**GKA_OFFSETS, **HALF, **learned(4.0, 0.25), "head_dim": 128},
     f"{RIVAL}, heads of 128": {**SOFTMAX, **EVERYWHERE, **learned(1.0, 0.25), "head_dim": 128},
 }
@@ -296,8 +291,6 @@ def computed_of(trial: dict[str, Any]) -> dict[str, Any]:
         factors["channel_lr"] = trial["rate"] * trial["channel_rate"]
     if trial.get("head_gates"):
         factors["gate_lr"] = trial["rate"] * trial["gate_rate"]
-    if trial.get("short_conv"):
-        factors["short_conv_lr"] = trial["rate"] * trial["short_conv_rate"]
     defaults = OptimConfig()
     shape = {name: value for name, value in trial.items() if name in LEFT_OUT}
     length = {"num_iterations": trial["tokens"] // trial["batch"], "total_batch_size": trial["batch"]}

@@ -18,7 +18,7 @@ from nanochat_gka.hf import GKAForCausalLM
 from nanochat_gka.model import checkpoints
 from nanochat_gka.model import onnx as language
 from nanochat_gka.model.checkpoints import load
-from tiny_gpt import SHAPE, VARIANTS, WHOLE_ROWS, awake, write_run
+from tiny_gpt import SHAPE, VARIANTS, awake, write_run
 from tiny_pack import rewrite_json
 from trainkit_gka import onnx
 from trainkit_gka.cli import UserError, run
@@ -39,19 +39,6 @@ def test_an_exported_model_gives_the_same_logits(variant, packed, tokenizer, tmp
     assert torch.equal(loaded.model(ids), model(ids)) and torch.equal(load(run_folder).model(ids), model(ids))
     assert loaded.model.config == model.config and loaded.tokenizer.sha256 == tokenizer.sha256
     assert not loaded.model.training
-
-
-@pytest.mark.parametrize("variant", WHOLE_ROWS, ids=str)
-def test_models_of_whole_rows_are_evaluated_but_neither_generate_nor_leave(variant, packed, tokenizer, tmp_path):
-    model = awake(dataclasses.replace(SHAPE, vocab_size=tokenizer.vocab_size, **variant))
-    run_folder, ids = write_run(tmp_path / "run", model, packed / "tokenizer"), torch.randint(70, (2, 16))
-    loaded = load(run_folder)
-    assert torch.equal(loaded.model(ids), model(ids))
-    with tiny.one_line_error("whole rows only"):
-        Engine(loaded.model, loaded.tokenizer).complete(["a"], Sampling())
-    with tiny.one_line_error("whole rows only"):
-        checkpoints.export(loaded, tmp_path / "out")
-    assert not (tmp_path / "out").exists()
 
 
 def test_a_checkpoint_that_a_training_deletes_while_it_is_loaded(trained, tmp_path, monkeypatch):

@@ -10,14 +10,14 @@ import torch
 from gka import GaussianKernelAttention
 from nanochat_gka.model.accounting import meta_model, parameter_counts
 from nanochat_gka.model.attention import build_attention
-from nanochat_gka.model.blocks import Rotary, norm
+from nanochat_gka.model.blocks import Rotary
 from nanochat_gka.model.config import GPTConfig
 from nanochat_gka.model.context import Context
 from nanochat_gka.model.gpt import build
 from nanochat_gka.training import memory
 from nanochat_gka.training.optim import OptimConfig, parameter_groups
 from sharding import check_trains_as_in_bfloat16, process_group
-from tiny_gpt import PRESET, SHAPE, VARIANTS, WHOLE_ROWS, awake
+from tiny_gpt import PRESET, SHAPE, VARIANTS, awake
 
 every_variant = pytest.mark.parametrize("variant", VARIANTS, ids=str)
 
@@ -26,7 +26,6 @@ every_variant = pytest.mark.parametrize("variant", VARIANTS, ids=str)
 FORMS = [dict(attention="gka", gka_values=values) for values in ("rotated", "unrotated")]
 FORMS += [dict(attention=kind, offset_layers="all") for kind in ("softmax", "vlt")]
 ADDITIONS = dict(channel_bandwidths=True, head_gates=True, value_embeds="every-second")
-ADDED = ({}, ADDITIONS, dict(short_conv=3), dict(**ADDITIONS, short_conv=20, project_value_embeds=True))
 # Of the four heads, by how many tokens keys and values are late.
 DELAYS = {"": [(0, 0)] * 4, "NPS": [(0, 0), (0, 1), (1, 0), (0, 0)], "PNSSP": [(0, 1), (0, 0), (1, 0), (1, 0)]}
 
@@ -48,22 +47,14 @@ def by_definition(layer, rotary, x, value_embedding):
     def late(t, tokens):
         return t[:, [max(0, j - tokens) for j in range(16)]]
 
-    def convolved(name, t):
-        taps = layer.short_conv[name].taps[:16] if layer.short_conv else ()
-        present = torch.arange(16)[:, None]  # no token precedes the first
-        return t + sum(tap * late(t, tokens) * (present >= tokens) for tokens, tap in enumerate(taps))
-
     scales = 1 if layer.channel_log_scales is None else layer.channel_log_scales.exp()
     if layer.kind.name == "gka":  # K = exp(-|x_i - x_j|^2 / 2 sigma^2), section 5.1
-        is_rotated, y = layer.config.gka_values == "rotated", convolved("feature", x)
-        queries = keys = normed(rotated(heads(normed(heads(y)).flatten(2) * scales)))
-        values = normed(rotated(heads(y))) if is_rotated else normed(heads(convolved("value", x)))
+        queries = keys = normed(rotated(heads(normed(heads(x)).flatten(2) * scales)))
+        values = normed(rotated(heads(x))) if layer.config.gka_values == "rotated" else normed(heads(x))
     else:
-        projected = [(x * scales) @ c.weight.T for c in (layer.c_q, layer.c_k)]
-        queries, keys = (normed(rotated(heads(convolved(*t)))) for t in zip(("query", "key"), projected))
-        values = heads(convolved("value", x if layer.kind.name == "vlt" else x @ layer.c_v.weight.T))
+        queries, keys = (normed(rotated(heads((x * scales) @ w.weight.T))) for w in (layer.c_q, layer.c_k))
+        values = heads(x) if layer.kind.name == "vlt" else heads(x @ layer.c_v.weight.T)
     if value_embedding is not None:
-        value_embedding = value_embedding if layer.ve_proj is None else value_embedding @ layer.ve_proj.weight.T
         values = values + 2 * torch.sigmoid(x[..., :32] @ layer.ve_gate.weight.T)[..., None] * heads(value_embedding)
     mixed = []
     for head, delays in enumerate(DELAYS[layer.config.head_offsets]):
@@ -78,7 +69,7 @@ def by_definition(layer, rotary, x, value_embedding):
     return (torch.stack(mixed, 2) * gates).flatten(2) @ layer.c_proj.weight.T
 
 
-@pytest.mark.parametrize("form, offsets, additions", itertools.product(FORMS, DELAYS, ADDED), ids=str)
+@pytest.mark.parametrize("form, offsets, additions", itertools.product(FORMS, DELAYS, ({}, ADDITIONS)), ids=str)
 def test_a_layer_is_its_equations(form, offsets, additions):
     layer = build_attention(dataclasses.replace(SHAPE, **form, head_offsets=offsets, **additions), layer=3).double()
     rotary = Rotary(16, 16).double()
@@ -96,7 +87,7 @@ def test_a_layer_is_its_equations(form, offsets, additions):
 # Whole models
 
 
-@pytest.mark.parametrize("variant", [*VARIANTS, *WHOLE_ROWS], ids=str)
+@every_variant
 def test_later_tokens_change_nothing_and_every_parameter_learns(variant):
     """Each parameter is of one group of the optimiser, and counted before the model is built."""
     model = awake(dataclasses.replace(SHAPE, **variant))
@@ -121,8 +112,6 @@ PUBLIC_NAMES = {"channel_log_scales": "log_scale", "c_proj.weight": "proj.weight
 
 class PublicLayer(torch.nn.Module):
     """gka's layer in the place of a model's, with its weights."""
-
-    ve_proj = None
 
     def __init__(self, old, **settings):
         super().__init__()
@@ -156,19 +145,6 @@ def test_the_layers_preset_is_the_models(value_embeds):
             name = name.replace(f"attn.{old}", f"attn.{new}")
         torch.testing.assert_close(theirs.pop(name), p.grad, rtol=1e-5, atol=1e-6 * p.grad.abs().max().item())
     assert not theirs
-
-
-def test_projected_value_embeddings_are_tables_of_the_projected_embedding():
-    projected = awake(dataclasses.replace(SHAPE, **PRESET, project_value_embeds=True))
-    tables = awake(dataclasses.replace(SHAPE, **PRESET))
-    weights, embedding = projected.state_dict(), norm(projected.transformer.wte.weight)
-    for layer in tables.value_embeds:
-        weights[f"value_embeds.{layer}.weight"] = (
-            embedding @ weights.pop(f"transformer.h.{layer}.attn.ve_proj.weight").T
-        )
-    tables.load_state_dict(weights)
-    ids = torch.randint(70, (2, 16))
-    torch.testing.assert_close(projected(ids), tables(ids), rtol=0, atol=1e-5)
 
 
 BOS, LENGTH = 69, 23
@@ -268,9 +244,7 @@ def test_starting_bandwidths_and_the_layers_of_offsets():
         (dict(head_offsets="PS"), "head_offsets .* attention=softmax .* offset_layers=all"),
         (dict(gka_values="raw"), "gka_values .* rotated, unrotated, got 'raw'"),
         (dict(attention="gka", sigma_squared=-1.0), "sigma_squared .* got -1.0"),
-        (dict(attention="gka", short_conv=-1), "short_conv .* got -1"),
         (dict(document_start=70), "document_start .* below 70.* got 70"),
-        (dict(short_conv=4), "short_conv .* attention=softmax .* offset_layers=all"),
     ],
     ids=str,
 )

@@ -49,8 +49,6 @@ def test_finished_run_learned_and_is_recorded(packed, tmp_path):
         (dict(attention="softmax", gka_values="unrotated", offset_layers="all"), "d20-softmax-everywhere"),
         (dict(attention="GGGA", value_embeds="every-layer"), "d20-GGGA-VE-every-layer"),
         (PRESET, "d20-preset"),
-        (PRESET | dict(short_conv=4), "d20-gka-PS-normalised-channels-gates-conv4-VE"),
-        (dict(attention="softmax", project_value_embeds=True), "d20-softmax-projected"),
         (dict(document_mask=True), "d20-gka-documents"),
         (dict(gka_values="unrotated", model_tag="mine"), "mine"),
     ],
@@ -178,6 +176,7 @@ def add_settings(folder, **settings):
 
 def test_a_run_of_the_study_goes_on_and_research_forms_name_their_commit(packed, tmp_path, capsys):
     words, research = ["--num-iterations", 4], dict(mixing="none", rotary="full", kernel="gaussian", gka_window=0)
+    research |= dict(short_conv=0, short_conv_lr=0.02, project_value_embeds=False)
     gpt_runs.train(packed, tmp_path / "whole", *words)
     gpt_runs.train(packed, tmp_path, *words, "--stop-after", 2)
     add_settings(tmp_path / "run", **research)
@@ -198,12 +197,6 @@ BAD = [
     ("--max-seq-len 64", "--max-seq-len 64 but .* holds rows of 32 tokens"),
     ("--total-batch-size 100", "--total-batch-size must be a multiple of .* 32, got 100"),
     ("--total-batch-size 64000", "[0-9]+ training rows and a step takes 2,000: give more text"),
-    ("--short-conv 4 --sample-every 9", "whole rows only.*: give --sample-every -1"),
-    ("--short-conv 4 --document-mask", "whole rows only.* leave .*--document-mask out"),
-    (
-        "--project-value-embeds --value-embeds none",
-        "is for layers with value embeddings, and --value-embeds gives none",
-    ),
     ("--attention linear", "or a pattern of their letters such as GGGA, got 'linear'"),
     ("--weight-decay 1e6", "--weight-decay with --matrix-lr would take .* away in one step"),
     ("--depth 10000 --attention softmax", r"--depth 10000 is a model of \d.* parameters .* GB of memory and there are"),

@@ -30,13 +30,6 @@ VARIANTS = [
     dict(attention="gka", gka_values="unrotated", head_offsets="PS", channel_bandwidths=True, head_gates=True),
     PRESET,
     dict(attention="VGA", head_offsets="PS", offset_layers="all", channel_bandwidths=True, head_gates=True),
-    dict(attention="AG", value_embeds="every-second", project_value_embeds=True),
-]
-# Models that compute whole rows only.
-WHOLE_ROWS = [
-    dict(attention="gka", short_conv=2),
-    dict(**PRESET, short_conv=4),
-    dict(attention="VGA", head_offsets="PS", offset_layers="all", gka_values="unrotated", short_conv=3),
 ]
 
 
@@ -49,7 +42,7 @@ def awake(config: GPTConfig, seed: int = 0) -> GPT:
             if name.endswith("c_proj.weight"):
                 parameter.normal_(std=0.1)
         for name, parameter in model.named_parameters():
-            if name.endswith(("channel_log_scales", "head_gate.weight", ".taps")):
+            if name.endswith(("channel_log_scales", "head_gate.weight")):
                 parameter.normal_()
         model.lm_head.weight.normal_(std=0.1)
     return model
