@@ -3,13 +3,13 @@
 This is the one reader of result files for tables. A damaged line is an error that names the file and the line.
 """
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 
 from trainkit_gka.cli import UserError
-from trainkit_gka.files import parse_json
 from trainkit_gka.results import with_chip
 
 RESULTS = Path(__file__).resolve().parent / "results"
@@ -25,7 +25,7 @@ def records(path: Path, *names: str, kind: str = "") -> list[dict[str, Any]]:
     lines = []
     for number, text in enumerate(path.read_text(encoding="utf-8").splitlines() if path.exists() else (), 1):
         try:
-            record, reason = parse_json(text), "is not a record"
+            record, reason = json.loads(text), "is not a record"
         except ValueError:
             record, reason = None, "is not JSON"
         if isinstance(record, dict):

@@ -20,9 +20,7 @@ import torch
 from hypothesis import settings
 
 import processes
-import watchdog
 
-watchdog.start()
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # before triton is imported: its kernels run on CPU tensors
 

@@ -109,7 +109,7 @@ def load_newest(folder: Path, warn=print) -> Checkpoint | None:
                     raise
             if not os.path.lexists(path):  # a training has deleted it meanwhile, and saved another
                 break
-            warn(f"checkpoint {path} is damaged ({damage}); falling back to the one before it")
+            warn(f"warning: checkpoint {path} is damaged ({damage}); falling back to the one before it")
         else:
             raise UserError(f"every checkpoint in {folder} is damaged; delete the folder to start over")
     return None

@@ -91,18 +91,6 @@ class Runtime:
             sys.exit(codes[0])
         return result
 
-    def once_here(self, compute: Callable[[], T]) -> T:
-        """The result of `compute`, which the first process of each machine runs for all of that machine.
-
-        A collective that pickles the results. Raises as `agree`.
-        """
-        if self.world_size == 1:
-            return self.agree(compute)
-        result = self.agree(lambda: compute() if self.is_first_here else None)
-        results: list = [None] * self.world_size
-        dist.all_gather_object(results, result)
-        return results[self.rank - int(os.environ.get("LOCAL_RANK", "0"))]
-
     def check_same(self, describe: Callable[[], dict[str, str]]) -> None:
         """Raises UserError on every rank unless `describe()` is the same on all: machines may have different files."""
         if self.world_size == 1:

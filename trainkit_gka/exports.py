@@ -32,14 +32,10 @@ def export_folder(folder: Path, holds_this_model: Callable[[], bool], files: Ite
         write_json(incoming / CHECKSUMS, {name: sha256(incoming / name) for name in files})
 
 
-def check_files(folder: Path, older: dict[str, str] | None = None) -> None:
-    """Raises UserError unless the files of an export have their checksums.
-
-    older: checksums by name from elsewhere, for exports that were written before checksums had a file of their own.
-    """
+def check_files(folder: Path) -> None:
+    """Raises UserError unless the files of an export have their checksums, if these have a file."""
     path = folder / CHECKSUMS
-    digests = {**(older or {}), **(read_json(path, "checksums") if path.exists() else {})}
-    for name, digest in digests.items():
+    for name, digest in (read_json(path, "checksums") if path.exists() else {}).items():
         if not (folder / name).is_file() or sha256(folder / name) != digest:
             advice = f"copy or export it again (or delete {CHECKSUMS}, if you changed the file)"
             raise UserError(f"{folder / name} is missing or damaged, by its checksum; {advice}")

@@ -4,7 +4,6 @@ import errno
 import fcntl
 import hashlib
 import json
-import math
 import os
 import secrets
 import shutil
@@ -124,25 +123,10 @@ def write_json(path: Path, value: Any) -> None:
         file.write("\n")
 
 
-def parse_json(text: str) -> Any:
-    """The value of a JSON text. Raises ValueError also if it is nested too deeply or a number is too large."""
-    try:
-        return json.loads(text, parse_float=_finite)
-    except RecursionError:
-        raise ValueError("it is nested too deeply") from None
-
-
-def _finite(text: str) -> float:
-    value = float(text)
-    if math.isinf(value):
-        raise ValueError(f"{text} is too large")
-    return value
-
-
 def read_json(path: Path, name: str) -> dict[str, Any]:
     """Read a JSON file that holds an object. Raises UserError with `name`, the kind of file, if that fails."""
     try:
-        value = parse_json(Path(path).read_text(encoding="utf-8"))
+        value = json.loads(Path(path).read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise UserError(f"{name} not found: {path}") from None
     except ValueError as error:
@@ -164,7 +148,7 @@ def locked(folder: Path, doing: str):
     """Lock the folder for this process. Raises UserError if another process has it locked.
 
     The lock ends with the process, however that ends. On a disk without locks a file, which is printed, names the
-    process instead. doing: for the message, such as "training in".
+    process instead; after a kill the user deletes it. doing: for the message, such as "training in".
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -177,41 +161,17 @@ def locked(folder: Path, doing: str):
         except OSError as error:
             if error.errno not in NO_LOCKS:
                 raise OSError(error.errno, error.strerror, lock.name) from None
-            holder = folder / ".lock-holder.json"
+            holder = folder / ".lock-holder"
             print(f"warning: no file locks in {folder} ({error.strerror}); {holder} takes their place", file=sys.stderr)
-        if holder:
-            _hold(holder, problem)
+        try:
+            if holder:
+                with open(holder, "x", encoding="utf-8") as file:
+                    file.write(f"process {os.getpid()} on {socket.gethostname()}")
+        except FileExistsError:
+            named = holder.read_text(encoding="utf-8", errors="replace")
+            raise UserError(f"{problem}: {named}; wait for it, or delete {holder} if it has ended") from None
         try:
             yield
         finally:
             if holder:
                 holder.unlink(missing_ok=True)
-
-
-def _hold(holder: Path, problem: str) -> None:
-    """Write this machine and process into the new file `holder`, or over those of a process here that has ended.
-
-    Raises UserError, which begins with `problem`, for a process that runs or is on another machine.
-    """
-    import psutil
-
-    def began(process: int) -> int:
-        """When a process of this machine began, in seconds; 0 if there is none."""
-        try:
-            return round(psutil.Process(process).create_time())
-        except psutil.NoSuchProcess:
-            return 0
-
-    here = {"machine": socket.gethostname(), "process": os.getpid(), "began": began(os.getpid())}
-    try:
-        with open(holder, "x", encoding="utf-8") as file:
-            json.dump(here, file)
-        return
-    except FileExistsError:
-        before = read_json(holder, "note of the process that holds the folder")
-    process, start = (before.get(key) for key in ("process", "began"))
-    is_here = before.get("machine") == here["machine"] and isinstance(process, int) and isinstance(start, int)
-    if not is_here or abs(began(process) - start) < 2:
-        place = f"process {process} on {before.get('machine')}"
-        raise UserError(f"{problem}: {place}; wait for it, or delete {holder} if it has ended")
-    write_json(holder, here)

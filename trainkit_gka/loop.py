@@ -13,8 +13,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from trainkit_gka import signals
-from trainkit_gka.checkpoint import Checkpoint, load, load_newest
+from trainkit_gka.checkpoint import Checkpoint, checkpoint_path, load, load_newest
 from trainkit_gka.command import command_line, is_under_torchrun, write_note
 from trainkit_gka.distributed import Interrupted, Runtime, Stop, running
 from trainkit_gka.files import check_writable, locked
@@ -60,8 +62,7 @@ def launch(config: RunConfig, make_trainer: Callable[[Any, Runtime, Checkpoint |
         path = find_newest(config, runtime)
         trainer, log, profiler = runtime.agree(prepare)
         cleanup.callback(trainer.close)
-        steps_done = f"a run that has done this many {trainer.STEP}s"  # the paths may differ between machines
-        runtime.check_same(lambda: {steps_done: str(trainer.state["step"]), **trainer.data_hashes()})
+        runtime.check_same(trainer.data_hashes)
         runtime.broadcast(trainer.model.parameters())
         if runtime.any(log.enabled and finish_record(config.folder, trainer.FINISH_KEYS, trainer.steps) is not None):
             runtime.print(f"{config.folder}: already trained for its {trainer.steps:,} {trainer.STEP}s")
@@ -82,13 +83,11 @@ def launch(config: RunConfig, make_trainer: Callable[[Any, Runtime, Checkpoint |
 
 
 def find_newest(config: RunConfig, runtime: Runtime) -> Path | None:
-    """The newest intact checkpoint of the run, if there is one. One process of each machine reads the files."""
-
-    def find() -> Path | None:
-        newest = load_newest(config.folder / "checkpoints", lambda message: runtime.print(f"warning: {message}"))
-        return newest and newest.path
-
-    return runtime.once_here(find)
+    """The newest intact checkpoint of the run, if there is one. Process 0 compares its checksums, for all."""
+    folder = config.folder / "checkpoints"
+    newest = runtime.agree(lambda: load_newest(folder) if runtime.is_main else None)
+    step = int(runtime.sum(torch.tensor(newest.step if newest else 0, device=runtime.device)))
+    return checkpoint_path(folder, step) if step else None
 
 
 def resume(config: RunConfig, path: Path | None) -> Checkpoint | None:

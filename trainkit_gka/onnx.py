@@ -37,17 +37,13 @@ def require() -> None:
 
 
 @contextmanager
-def _errors_only(*names: str | None) -> Iterator[None]:
-    """Keep these loggers (None: the root) from writing less than errors."""
-    loggers = [logging.getLogger(name) for name in names]
-    levels = [logger.level for logger in loggers]
-    for logger in loggers:
-        logger.setLevel(logging.ERROR)
+def _errors_only() -> Iterator[None]:
+    """Let loggers write errors alone."""
+    logging.disable(logging.WARNING)
     try:
         yield
     finally:
-        for logger, level in zip(loggers, levels):
-            logger.setLevel(level)
+        logging.disable(logging.NOTSET)
 
 
 def write(
@@ -64,7 +60,7 @@ def write(
     JSON texts in the file's metadata.
     """
     require()
-    with _errors_only("onnxscript", "torch.onnx"), warnings.catch_warnings():
+    with _errors_only(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the exporter's, about its code
         program = torch.onnx.export(
             model, inputs, dynamo=True, opset_version=OPSET, input_names=names[0], output_names=names[1],
@@ -93,7 +89,7 @@ def quantise(path: Path, out: Path) -> None:
     model = onnx.load(str(path))
     del model.graph.value_info[:]  # the exporter's shapes contradict those of the quantised graph
     options = {"DefaultTensorType": onnx.TensorProto.FLOAT}  # the output type of operators beyond the standard
-    with _errors_only(None), atomic(out) as temporary:  # it warns about a preparation that the exporter has made
+    with _errors_only(), atomic(out) as temporary:  # it warns about a preparation that the exporter has made
         quantize_dynamic(model, str(temporary), per_channel=True, weight_type=QuantType.QInt8, extra_options=options)
 
 

@@ -15,7 +15,7 @@ from rich.console import Console
 
 from trainkit_gka import extras
 from trainkit_gka.cli import UserError, reason_of
-from trainkit_gka.files import atomic, parse_json
+from trainkit_gka.files import atomic
 from trainkit_gka.run_config import RunConfig
 
 LOG = "log.jsonl"  # in a run's folder
@@ -142,7 +142,7 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
     records, path = [], Path(path)
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []:
         with contextlib.suppress(ValueError):
-            records.append(parse_json(line))
+            records.append(json.loads(line))
     return [record for record in records if isinstance(record, dict)]
 
 

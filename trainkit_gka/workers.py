@@ -146,11 +146,11 @@ def begin(on_sigterm=signal.SIG_DFL) -> None:
 
     SIGINT and SIGHUP stay blocked. on_sigterm: a handler as signal.signal takes it.
     """
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    threading.Thread(target=end_with_parent, daemon=True).start()
     signal.signal(signal.SIGTERM, on_sigterm)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
 
 
-def _end_with_parent() -> None:
+def end_with_parent() -> None:
     multiprocessing.parent_process().join()  # waits on a pipe: for the operating system the parent is the server
     os._exit(1)

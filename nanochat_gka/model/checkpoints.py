@@ -177,7 +177,7 @@ def _load_exported(folder: Path, step: int, device: torch.device | str) -> Loade
     about = _exported(folder)
     if step not in (-1, about["step"]):
         raise UserError(f"{folder} holds step {about['step']}, not {step}")
-    check_files(folder, about["sha256"])
+    check_files(folder)
     try:
         weights = load_file(folder / WEIGHTS)
     except SafetensorError as error:

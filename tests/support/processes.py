@@ -19,6 +19,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from pathlib import Path
 from unittest import mock
@@ -78,6 +79,7 @@ def _run(module: str, argv: list[str], environment: dict[str, str | None], outpu
     forked = mock.patch.object(multiprocessing.util, "spawnv_passfds", _fork_in_place_of_exec)
     with forked, contextlib.suppress(UserError):  # the command raises it again
         workers.context()
+    threading.Thread(target=workers.end_with_parent, daemon=True).start()
     pid = os.getpid()
     sys.addaudithook(lambda event, _: _refuse_fork() if event.startswith("os.fork") and os.getpid() == pid else None)
     sys.modules.pop(module, None)  # the command's server may have imported it, of which runpy warns

