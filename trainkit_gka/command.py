@@ -11,15 +11,12 @@ import time
 
 MISTAKE = 2  # the exit code of a user's mistake, which torchrun need not try again
 OUR_TORCHRUN = "trainkit_gka.torchrun"
-TORCHRUN = ("torchrun", "torch.distributed.run", OUR_TORCHRUN)
-# Set by `trainkit_gka.torchrun`: the file into which a process writes the error that torchrun prints last.
-LAST_ERROR = "GKA_LAST_ERROR"
+# Set by it: its command, and the file into which a process writes the error that it prints last.
+TORCHRUN, LAST_ERROR = "GKA_TORCHRUN", "GKA_LAST_ERROR"
 # Set by a program that starts others: its process id. They end when it has ended, however it did.
 LAUNCHER = "GKA_LAUNCHER"
 # Read by torchrun: 1 gives restarted workers a new store. With the old one they meet dead peers' addresses and hang.
 STORE_SWITCH = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
-# Read by torchrun: the seconds after a signal in which processes finish their step and save.
-SHUTDOWN_TIMEOUT = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
 
 
 def is_distributed() -> bool:
@@ -49,12 +46,12 @@ def write_note(message: str, code: int) -> bool:
 
 
 def end(code, at_once: bool = False) -> None:
-    """End the process, and after a user's mistake a torchrun that would try it again.
+    """End the process, and after a user's mistake a `trainkit_gka.torchrun` that would try it again.
 
     at_once: without cleaning up, as always if there are several processes: a thread of gloo's may ask for the
     interpreter while that closes down, and then aborts.
     """
-    if code == MISTAKE and int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")) and _torchrun_line():
+    if code == MISTAKE and int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")) and TORCHRUN in os.environ:
         sys.stdout.flush()
         os.kill(os.getppid(), signal.SIGTERM)
     if (at_once or is_distributed()) and isinstance(code, int):
@@ -82,8 +79,8 @@ def program() -> list[str]:
 
 
 def command_line() -> str:
-    """The command this process was started with, as one would type it; that of torchrun's processes is torchrun's."""
-    return _torchrun_line() or shlex.join([*program(), *sys.argv[1:]])
+    """The command this process was started with, as one types it, or that of the `trainkit_gka.torchrun` above it."""
+    return os.environ.get(TORCHRUN) or shlex.join([*program(), *sys.argv[1:]])
 
 
 def is_under_torchrun() -> bool:
@@ -107,22 +104,3 @@ def end_with_launcher() -> None:
         os.kill(process.pid, signal.SIGTERM)
 
     threading.Thread(target=watch, daemon=True).start()
-
-
-def _torchrun_line() -> str:
-    """The command of the torchrun that started this process; empty if it is unknown or something else did."""
-    if not is_under_torchrun():
-        return ""
-    import psutil
-
-    try:
-        words = psutil.Process(os.getppid()).cmdline()
-    except psutil.Error:  # it has ended, or is another user's
-        return ""
-    start = next((i for i, word in enumerate(words) if os.path.basename(word) in TORCHRUN), None)
-    if start is None:
-        return ""
-    first, *flags = words if words[start - 1] == "-m" else words[start:]  # a module of Python, or a script
-    names = () if OUR_TORCHRUN in words else (STORE_SWITCH, SHUTDOWN_TIMEOUT)
-    settings = [f"{name}={os.environ[name]}" for name in names if name in os.environ]
-    return shlex.join([*settings, as_typed(first), *flags])

@@ -9,6 +9,7 @@ while processes still save, and hangs where the machine's name does not resolve.
 
 import json
 import os
+import shlex
 import signal
 import socket
 import sys
@@ -20,10 +21,10 @@ from typing import Any
 
 from trainkit_gka import signals
 from trainkit_gka.cli import PassingFault
-from trainkit_gka.command import LAST_ERROR, LAUNCHER, MISTAKE, SHUTDOWN_TIMEOUT, STORE_SWITCH, end_with_launcher
+from trainkit_gka.command import LAST_ERROR, LAUNCHER, MISTAKE, STORE_SWITCH, TORCHRUN, end_with_launcher, program
 
 # Seconds for a step and a save after SIGTERM or Ctrl-C; torchrun's own 30 may be too few.
-SETTINGS = {STORE_SWITCH: "1", SHUTDOWN_TIMEOUT: "300"}
+SETTINGS = {STORE_SWITCH: "1", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "300"}
 LOOPBACK = "lo"  # the name that Linux gives the interface
 STOPPED = {code for number in signals.ENDING for code in (-number, 128 + number)}  # exit codes after these
 
@@ -46,7 +47,7 @@ def main(words: Sequence[str]) -> int:
     for name, value in SETTINGS.items():
         os.environ.setdefault(name, value)
     end_with_launcher()
-    os.environ[LAUNCHER] = str(os.getpid())
+    os.environ |= {LAUNCHER: str(os.getpid()), TORCHRUN: shlex.join([*program(), *words])}
     signals.keep_output()
     signals.outlive_readers()
     from torch.distributed import run  # reads the settings

@@ -21,7 +21,7 @@ from processes import environment, still_there
 from sources import ROOT
 from trainkit_gka.command import OUR_TORCHRUN, as_typed
 from trainkit_gka.signals import GRACE
-from trainkit_gka.torchrun import SETTINGS, on_one_machine
+from trainkit_gka.torchrun import on_one_machine
 
 PYTHON, TORCHRUN = [sys.executable], [sys.executable, "-m", OUR_TORCHRUN, "--standalone"]
 TWO = [*TORCHRUN, "--nproc-per-node", "2", "--"]
@@ -212,26 +212,15 @@ def test_nothing_goes_on_without_the_launcher_or_a_rank(launcher, victim, tmp_pa
 # Mistakes, and torchrun
 
 
-@pytest.mark.parametrize(
-    "launcher, error, tries, code",
-    [
-        (TORCHRUN, "UserError", 1, 2),
-        (TORCHRUN, "PassingFault", 3, 75),
-        ([str(Path(sys.executable).with_name("torchrun")), "--standalone"], "UserError", 1, 1),
-    ],
-)
-def test_a_mistake_is_not_tried_again_and_a_passing_fault_is(launcher, error, tries, code, tmp_path, monkeypatch):
-    ours = launcher is TORCHRUN
-    process = command([*launcher, "--max-restarts", "2", "--"], error, tmp_path, env={} if ours else SETTINGS)
+@pytest.mark.parametrize("error, tries, code", [("UserError", 1, 2), ("PassingFault", 3, 75)])
+def test_a_mistake_is_not_tried_again_and_a_passing_fault_is(error, tries, code, tmp_path, monkeypatch):
+    process = command([*TORCHRUN, "--max-restarts", "2", "--"], error, tmp_path)
     errors, lines = process.communicate()[1], (tmp_path / "log").read_text().splitlines()
     repeated = int(error == "PassingFault")  # it is printed at each try, and at the end
     assert len(lines) == errors.count("error: it failed\n") - repeated == tries, errors
-    assert process.returncode == code
-    if ours:
-        assert errors.endswith("\nerror: it failed\n") and "Traceback" not in errors
+    assert process.returncode == code and errors.endswith("\nerror: it failed\n") and "Traceback" not in errors
     monkeypatch.chdir(ROOT)
-    settings = [] if ours else [f"{name}={value}" for name, value in SETTINGS.items()]
-    typed = [*settings, as_typed(launcher[0]), *launcher[1:], "--max-restarts", "2", "--", f"{tmp_path}/command.py"]
+    typed = [as_typed(TORCHRUN[0]), *TORCHRUN[1:], "--max-restarts", "2", "--", f"{tmp_path}/command.py"]
     assert lines == [shlex.join([*typed, "--work", error, "--folder", str(tmp_path)])] * tries
 
 
