@@ -20,7 +20,7 @@ LANGUAGE = {
     *("adam_beta1", "adam_beta2", "max_seq_len", "num_iterations", "target_flops", "target_param_data_ratio"),
     *("total_batch_size", "warmup_ratio", "warmdown_ratio", "final_lr_frac", "seed", "dtype"),
     *("offset_layers", "channel_bandwidths", "head_gates", "channel_lr", "gate_lr", "lr_batch_size"),
-    *("document_mask"),
+    "document_mask",
 }
 VISION = {*(field.name for field in fields(Recipe)), "model", "model_kwargs", "attention", "patch_size"}
 TEACHER = {"teacher_model", "teacher_path", "distillation_alpha", "distillation_tau"}
