@@ -123,88 +123,59 @@ class Patching:
     """The patches of an upstream, and a tree into which they are inserted or from which they are removed."""
 
     def __init__(self, upstream: Upstream, tree: Path):
-        self.tree, self.changed = tree, changed_files(upstream, tree)
-        self.paths, self.diff = list(upstream.files()), with_context(upstream, tree)
-        # In another version one line of context on each side must match.
-        self.command = ["apply", "--whitespace=nowarn", *(["-C1"] if self.changed else [])]
+        self.tree, self.changed, self.diff = tree, changed_files(upstream, tree), with_context(upstream, tree)
 
-    def run(self, paths: list[str], *flags: str) -> None:
-        git(*self.command, *flags, *(f"--include={path}" for path in paths), at=self.tree, stdin=self.diff)
+    def run(self, *flags: str) -> None:
+        """Apply, or with "--reverse" remove, the patches: all of them, or none with a PatchError.
 
-    def fits(self, path: str, *direction: str) -> bool:
-        """Whether the patches of one file can be applied or, with "--reverse", removed."""
+        In another version of the files one line of context on each side must match.
+        """
+        context = ["-C1"] if self.changed else []
+        git("apply", "--whitespace=nowarn", *context, *flags, at=self.tree, stdin=self.diff)
+
+    def fits(self, *direction: str) -> bool:
+        """Whether the patches can be applied or, with "--reverse", removed."""
         try:
-            self.run([path], "--check", *direction)
+            self.run("--check", *direction)
         except PatchError:
             return False
         return True
-
-    def is_in(self) -> bool:
-        """Whether a file of the tree has its patches, or at least half of their lines, as after edits."""
-        for part in self.diff.split(b"diff --git a/")[1:]:
-            path = part.split(b" b/", 1)[0].decode()
-            file, inserted = self.tree / path, {line.strip() for line in re.findall(rb"(?m)^\+(?!\+\+ )(.*\S)", part)}
-            present = {line.strip() for line in file.read_bytes().splitlines()} if file.is_file() else set()
-            if self.fits(path, "--reverse") or 2 * len(inserted & present) >= len(inserted):
-                return True
-        return False
-
-    def change(self, paths: list[str], *direction: str) -> None:
-        """Apply, or with "--reverse" remove, the patches of `paths`: all of them, or none with a PatchError."""
-        with TemporaryDirectory() as name:
-            copies = {self.tree / path: Path(name) / str(number) for number, path in enumerate(paths)}
-            present = [file for file in copies if file.is_file()]
-            for file in present:
-                shutil.copy2(file, copies[file])
-            try:
-                self.run(paths, *direction)
-            except BaseException:  # git removes all files before it writes the first
-                for file in copies:
-                    if file in present:
-                        shutil.copy2(copies[file], file)
-                    elif file.is_file():
-                        file.unlink()
-                raise
 
 
 def apply(upstream: Upstream, tree: Path, merge: bool) -> None:
     """Insert the patches' lines. Raises PatchError, with nothing written, if one does not fit or needs `merge`."""
     patching = Patching(upstream, tree)
-    paths = [path for path in patching.paths if not patching.fits(path, "--reverse")]
-    if not paths:
+    if patching.fits("--reverse"):
         print(f"{tree}: already patched")
         return
+    needs_merge = bool(patching.changed) and not merge
     versions = f"the tree is at {commit_of(tree)}, the patches are for {upstream.commit[:12]}"
     pin = f"git -C {tree} checkout {upstream.commit[:12]}"
     try:
-        if patching.changed and not merge:
-            patching.run(paths, "--check")
-        else:
-            patching.change(paths)
+        patching.run(*(["--check"] if needs_merge else []))
     except PatchError as error:
         advice = f"{versions}; take that commit: {pin}" if patching.changed else "undo your changes there first"
         raise PatchError(f"not all insertions fit ({error}), so nothing was changed; {advice}") from None
-    if patching.changed and not merge:
+    if needs_merge:
         raise PatchError(
             f"{versions}, and {', '.join(patching.changed)} changed in between; all insertions find a place: "
             f"insert them with --merge, and test; or take that commit: {pin}"
         )
-    print(f"{tree}: {len(paths)} files patched")
+    print(f"{tree}: {len(upstream.files())} files patched")
 
 
 def reverse(upstream: Upstream, tree: Path) -> None:
-    """Remove the patches' lines. Raises PatchError, with nothing written, if they have been edited."""
+    """Remove the patches' lines. Raises PatchError, with nothing written, if they are not there as they were made."""
     patching = Patching(upstream, tree)
-    if not patching.is_in():
+    if patching.fits():
         print(f"{tree}: not patched")
         return
-    paths = [path for path in patching.paths if patching.fits(path, "--reverse") or not patching.fits(path)]
     try:
-        patching.change(paths, "--reverse")
+        patching.run("--reverse")
     except PatchError as error:
         advice = "undo your changes there first"
-        raise PatchError(f"the patches are not as they were ({error}), so nothing was changed; {advice}") from None
-    print(f"{tree}: patches taken out of {len(paths)} files")
+        raise PatchError(f"the patches are not all there ({error}), so nothing was changed; {advice}") from None
+    print(f"{tree}: patches taken out of {len(upstream.files())} files")
 
 
 def show(upstream: Upstream, tree: Path) -> None:
