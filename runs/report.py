@@ -23,7 +23,7 @@ from markupsafe import Markup, escape
 from PIL import Image
 
 from deit_gka.figures import families as vision_families
-from deit_gka.figures.subjects import images_for, of_run, of_timm, photographs
+from deit_gka.figures.subjects import images_for, of_run, photographs
 from deit_gka.figures.subjects import subjects_of as vision_subjects
 from gka.kinds import KINDS
 from nanochat_gka.draw import TEXT
@@ -40,13 +40,12 @@ from trainkit_gka.cli import UserError
 from trainkit_gka.command import command_line
 from trainkit_gka.files import atomic, check_named
 from trainkit_gka.loop import finish_record
-from trainkit_gka.plots import GREY, shades, subplots
+from trainkit_gka.plots import GREY, Figure, shades, subplots
 from trainkit_gka.progress import LOG, console, read_events
 from trainkit_gka.results import git_commit, hardware_of, read_results
 
 TEMPLATE = Path(__file__).with_name("report.html")
 RESULT_FILES = ("results.jsonl", "demo/train.jsonl", "demo/train_deit.jsonl")  # in BASE
-UNTRAINED = "deit_tiny_gka_patch16_224"  # drawn if there is no run
 # The families of figures on the page, and of how many images or models; `make figures` draws all of them.
 VISION_FAMILIES = {"rollout": 2, "sigma": 4, "cls_maps": 1, "patch_to_patch": 1, "distance": 4, "matrices": 1}
 LANGUAGE_FAMILIES = {"rows": 1, "matrices": 1, "heads": 4, "distances": 4}
@@ -121,17 +120,6 @@ class TrainedRun:
 
 
 @dataclass(frozen=True)
-class Picture:
-    """address: the image in base64. alt: its content in words. table: the numbers that are drawn."""
-
-    title: str
-    caption: str
-    address: str
-    alt: str
-    table: Table | None = None
-
-
-@dataclass(frozen=True)
 class Section:
     """A part of the page. missing: why something is absent, and the command that makes it. folded: closed tables."""
 
@@ -141,7 +129,7 @@ class Section:
     missing: str = ""
     tables: Sequence[Table] = ()
     folded: Sequence[Table] = ()
-    pictures: Sequence[Picture] = ()
+    pictures: Sequence[Figure] = ()
     commands: Sequence[str] = field(default_factory=list)
 
 
@@ -186,8 +174,8 @@ class Line:
     band: list[tuple[float, float]] = field(default_factory=list)
 
 
-def chart(title: str, caption: str, x: str, y: str, lines: list[Line]) -> list[Picture]:
-    """A chart of lines over x, and its points as a table; none without lines."""
+def chart(folder: Path, title: str, caption: str, x: str, y: str, lines: list[Line]) -> list[Figure]:
+    """A chart of lines over x, with its points as rows; none without lines."""
     if not lines:
         return []
     figure, axis = subplots(figsize=CHART)
@@ -200,31 +188,27 @@ def chart(title: str, caption: str, x: str, y: str, lines: list[Line]) -> list[P
     axis.set(xlabel=x, ylabel=y)
     axis.grid(alpha=0.3)
     figure.legend(loc="outside upper center", ncols=2, fontsize=8, frameon=False)
-    buffer = io.BytesIO()
-    figure.savefig(buffer, format="png", dpi=CHART_DPI)
-    ends = [f"{line.label} from {number(line.points[0][1])} to {number(line.points[-1][1])}" for line in lines]
-    alt = f"Line chart, {title}: {y} over {x}. {'; '.join(ends)}."
-    columns = [dict(line.points) for line in lines]
-    rows = [[number(at), *(number(column.get(at)) for column in columns)] for at in sorted(set().union(*columns))]
-    table = Table.of([x, *(line.label for line in lines)], rows)
-    return [Picture(title, caption, address_of(buffer), alt, table)]
+    path = folder / f"{title}.png"
+    figure.savefig(path, dpi=CHART_DPI)
+    columns = {line.label: dict(line.points) for line in lines}
+    places = sorted(set().union(*columns.values()))
+    rows = [{x: at, **{label: column.get(at) for label, column in columns.items()}} for at in places]
+    return [Figure(path, title, caption, rows)]
 
 
-def learning_curve(
-    title: str, caption: str, y: str, runs: list[TrainedRun], event: str, key: str, vision: bool
-) -> list[Picture]:
+def learning_curves(runs: list[TrainedRun], event: str, key: str) -> list[Line]:
     """A line for every run in the colour of its form; runs of one form differ in the line."""
     lines: list[Line] = []
-    for run in (run for run in runs if run.is_vision == vision):
+    for run in runs:
         points = [(at, value) for at, value in run.points(event, key) if isinstance(value, (int, float))]
         if points:
             same = sum(line.label.startswith(f"{run.form}, ") for line in lines)
             look = replace(LOOKS.get(run.form, OTHER_FORMS), line=LINES[same % len(LINES)])
             lines.append(Line(f"{run.form}, {run.name}", points, look))
-    return chart(title, caption, PROGRESS[vision], y, lines)
+    return lines
 
 
-def bandwidth_curve(run: TrainedRun) -> list[Picture]:
+def bandwidth_curves(run: TrainedRun) -> list[Line]:
     """σ over training: a line for each layer, mean and range of its heads."""
     layers: dict[str, list[tuple[float, list[float]]]] = {}
     for at, sigma in run.points("eval", "sigma"):
@@ -235,11 +219,11 @@ def bandwidth_curve(run: TrainedRun) -> list[Picture]:
         means = [(at, fmean(heads)) for at, heads in points]
         band = [(min(heads), max(heads)) for _, heads in points]
         lines.append(Line(f"layer {int(layer.rpartition('_')[2]) + 1}", means, Look(colour), band))
-    caption = "Mean σ of a layer's heads; the band is from the lowest to the highest head."
-    return chart(f"σ over training, {run.name}", caption, PROGRESS[run.is_vision], "σ", lines)
+    return lines
 
 
-def curves(runs: list[TrainedRun]) -> list[Picture]:
+def curves(runs: list[TrainedRun], folder: Path) -> list[Figure]:
+    """The charts of the training section. folder: for the pictures."""
     last = {run.name: one for run in runs if not run.is_vision for one in run.events if one["event"] == "eval"}
     held_out = "Text that was not trained on. Bits per byte do not depend on the tokenizer; lower is better."
     loss = "Cross-entropy of the last batch, label smoothing and augmentation of the recipe included."
@@ -251,8 +235,15 @@ def curves(runs: list[TrainedRun]) -> list[Picture]:
         ("Vision, training loss", loss, "cross-entropy, nats", "train", "loss", True),
         ("Vision, validation", top1, "top-1, %", "eval", "ema_top1", True),
     ]
-    pictures = [learning_curve(title, caption, y, runs, *of) for title, caption, y, *of in charts]
-    return [*itertools.chain(*pictures, *map(bandwidth_curve, runs))]
+    figures = []
+    for title, caption, y, event, key, vision in charts:
+        lines = learning_curves([run for run in runs if run.is_vision == vision], event, key)
+        figures += chart(folder, title, caption, PROGRESS[vision], y, lines)
+    caption = "Mean σ of a layer's heads; the band is from the lowest to the highest head."
+    for run in runs:
+        title, x = f"σ over training, {run.name}", PROGRESS[run.is_vision]
+        figures += chart(folder, title, caption, x, "σ", bandwidth_curves(run))
+    return figures
 
 
 def run_tables(runs: list[TrainedRun]) -> list[Table]:
@@ -277,14 +268,12 @@ def cell(finish: dict[str, Any], key: str, digits: str) -> str:
 # Attention
 
 
-def vision_pictures(runs: list[TrainedRun], images: Sequence[Path]) -> tuple[list[Picture], str]:
+def vision_pictures(runs: list[TrainedRun], images: Sequence[Path], folder: Path) -> tuple[list[Figure], str]:
     """Of the first vision run that can be drawn, one with bandwidths if there is one, beside its twins without.
 
-    Returns why there are none, as a second value. Without any run the paper's smallest model is drawn, untrained.
+    Returns why there are none, as a second value.
     """
-    files = photographs(images) if images or not runs else {}
-    if not runs:
-        return drawn(vision_families, vision_subjects(of_timm(UNTRAINED), files), VISION_FAMILIES), ""
+    files = photographs(images) if images else {}
 
     def load(run: TrainedRun, first: TrainedRun | None) -> list[Any]:
         if first and run.has_sigma:
@@ -294,10 +283,17 @@ def vision_pictures(runs: list[TrainedRun], images: Sequence[Path]) -> tuple[lis
         return vision_subjects(model, files)
 
     vision = sorted((run for run in runs if run.is_vision), key=lambda run: not run.has_sigma)
-    return together(vision, load, 1 + NUM_TWINS, vision_families, VISION_FAMILIES)
+    subjects, reason = together(vision, load, 1 + NUM_TWINS)
+    names = list(dict.fromkeys(subject.image for subject in subjects))
+    figures = []
+    for family, count in VISION_FAMILIES.items():
+        models = {s.about for s in subjects[: None if family in BESIDE_TWINS else 1]}
+        chosen = [s for s in subjects if s.about in models and s.image in names[:count]]
+        figures += drawn(vision_families, family, chosen, folder)
+    return figures, reason
 
 
-def language_pictures(runs: list[TrainedRun], text: str) -> tuple[list[Picture], str]:
+def language_pictures(runs: list[TrainedRun], text: str, folder: Path) -> tuple[list[Figure], str]:
     """Of the first models that read the text with one tokenizer, the paper's form first; and why there are none."""
     if not text.strip():
         raise UserError("the text is empty; give some words with --text")
@@ -307,14 +303,16 @@ def language_pictures(runs: list[TrainedRun], text: str) -> tuple[list[Picture],
 
     language = [run for run in runs if not run.is_vision]
     language.sort(key=lambda run: (not run.has_sigma, bool(run.config.get("head_offsets"))))
-    return together(language, load, NUM_MODELS, language_families, LANGUAGE_FAMILIES)
+    subjects, reason = together(language, load, NUM_MODELS)
+    families = LANGUAGE_FAMILIES.items()
+    figures = [drawn(language_families, family, subjects[:count], folder) for family, count in families]
+    return [*itertools.chain(*figures)], reason
 
 
 def together(
-    runs: list[TrainedRun], load: Callable[[TrainedRun, TrainedRun | None], list[Any]], most: int, module: Any,
-    counts: dict[str, int],
-) -> tuple[list[Picture], str]:  # fmt: skip
-    """The pictures of the first `most` families that can be loaded beside the first of them; and why there is none.
+    runs: list[TrainedRun], load: Callable[[TrainedRun, TrainedRun | None], list[Any]], most: int
+) -> tuple[list[Any], str]:
+    """The subjects of the first `most` families that can be loaded beside the first of them; why there is none.
 
     load: raises UserError, as for another tokenizer or input size, and without a checkpoint.
     """
@@ -329,31 +327,22 @@ def together(
         else:
             subjects += more
             loaded |= {run.family: run} if more else {}
-    return (drawn(module, subjects, counts), "") if subjects else ([], reason)
+    return subjects, "" if subjects else reason
 
 
-def drawn(module: Any, subjects: list[Any], counts: dict[str, int]) -> list[Picture]:
-    """The families of a trainer's figures that can be drawn of these subjects. module: has FAMILIES and why_not."""
-    pictures, images = [], list(dict.fromkeys(getattr(subject, "image", "") for subject in subjects))
-    for name, count in counts.items():
-        chosen = subjects[:count]
-        if module is vision_families:
-            models = {s.about for s in subjects} if name in BESIDE_TWINS else {subjects[0].about}
-            chosen = [s for s in subjects if s.about in models and s.image in images[:count]]
-        if module.why_not(name, chosen):
-            continue
-        with tempfile.TemporaryDirectory() as folder:
-            for figure in module.FAMILIES[name](chosen, Path(folder)):
-                rows = [[number(value) for value in row.values()] for row in figure.rows]
-                table = Table.of(figure.rows[0], rows) if rows else None
-                pictures.append(Picture(figure.title, "", address_of(figure.path), figure.alt, table))
-    return pictures
+def drawn(module: Any, family: str, subjects: list[Any], folder: Path) -> list[Figure]:
+    """One of a trainer's families of figures, if it can be drawn of these subjects. module: has FAMILIES, why_not."""
+    if not subjects or module.why_not(family, subjects):
+        return []
+    place = folder / module.__name__ / family
+    place.mkdir(parents=True)
+    return module.FAMILIES[family](subjects, place)
 
 
-def address_of(source: Path | io.BytesIO) -> str:
+def address_of(path: Path) -> str:
     """An image as an address that needs no network: WebP in base64."""
     buffer = io.BytesIO()
-    with Image.open(source) as image:
+    with Image.open(path) as image:
         small = image.convert("RGB")
         if small.width > PICTURE_WIDTH:
             small = small.resize((PICTURE_WIDTH, round(small.height * PICTURE_WIDTH / small.width)), Image.LANCZOS)
@@ -377,13 +366,14 @@ def provenance(runs: list[TrainedRun]) -> Section:
     return Section("ran", "Provenance", words, tables=tables, commands=commands)
 
 
-def sections(config: ReportConfig) -> list[Section]:
+def sections(config: ReportConfig, folder: Path) -> list[Section]:
+    """The page. folder: for its pictures."""
     runs = find_runs(config.run, config.base)
     console.print("report: attention pictures", highlight=False)
-    vision, no_vision = vision_pictures(runs, config.image)
-    language, no_language = language_pictures(runs, config.text)
+    vision, no_vision = vision_pictures(runs, config.image, folder)
+    language, no_language = language_pictures(runs, config.text, folder)
     missing = "" if runs else 'No run was found. "make demo" trains small models in minutes.'
-    unseen = " ".join(filter(None, [no_vision, no_language])) if runs else "The model below is not trained."
+    unseen = " ".join(filter(None, [no_vision, no_language])) if runs else missing
     console.print("report: curves and tables", highlight=False)
     paper = [builder(Sources(config.base)).table() for builder in BUILDERS.values()]
     return [
@@ -391,7 +381,7 @@ def sections(config: ReportConfig) -> list[Section]:
         Section("paper", "The paper's tables beside ours", "The paper's figures are in italics. Ours are exact counts, "
                 "and finished runs of exactly the paper's configuration.", folded=paper),
         Section("training", "Training", "From the runs' logs. A colour is a form of attention; its models and seeds "
-                "differ in the line.", missing, pictures=curves(runs)),
+                "differ in the line.", missing, pictures=curves(runs, folder)),
         Section("attention", "Attention", "The paper's figures of the vision models, then of the language models. "
                 "Every W was computed again and gives its model's output.", unseen, pictures=[*vision, *language]),
         provenance(runs),
@@ -404,11 +394,16 @@ def inline(text: str) -> Markup:
     return Markup(styled(text, lambda words: str(escape(words)), marks))
 
 
+def numbers(figure: Figure) -> Table:
+    """What a figure draws, as a table."""
+    return Table.of(figure.rows[0], [[number(value) for value in row.values()] for row in figure.rows])
+
+
 def page_template() -> jinja2.Template:
     """The page, in which everything that is not `Markup` is escaped."""
     about = dict(undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     environment = jinja2.Environment(autoescape=True, **about)
-    environment.filters["inline"] = inline
+    environment.filters |= {"inline": inline, "address": address_of, "numbers": numbers}
     return environment.from_string(TEMPLATE.read_text(encoding="utf-8"))
 
 
@@ -417,7 +412,9 @@ def main(config: ReportConfig) -> None:
     out = config.base / "report.html"
     if not config.run:
         check_named(config.base, ReportConfig.base, "the outputs of runs")
-    content = page_template().render(sections=sections(config), commit=git_commit(), command=command_line())
+    with tempfile.TemporaryDirectory() as folder:
+        parts = sections(config, Path(folder))
+        content = page_template().render(sections=parts, commit=git_commit(), command=command_line())
     with atomic(out) as temporary:
         temporary.write_text(content, encoding="utf-8")
     console.print(f"{out}: {out.stat().st_size / 1e6:.1f} MB, in {time.perf_counter() - started:.0f} s")

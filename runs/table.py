@@ -1,8 +1,7 @@
 """A table: rows of text with a title, notes and sources, written for a terminal or as Markdown.
 
 Cells, titles and notes may hold `code`, *italics* (figures that others published) and **bold**. The writers are ours:
-a page's rows must not change their width when one of them grows, and on a terminal neighbouring rows of one model share
-their first cell, which neither pandas nor tabulate does.
+a page's rows must not change their width when one of them grows, as those of pandas and tabulate do.
 """
 
 import re
@@ -20,7 +19,6 @@ from trainkit_gka.progress import console
 from trainkit_gka.results import hardware_of
 
 NOT_RUN = "not run"
-NAME = 20  # letters of a name
 WIDE = 160  # letters of a line in a file or a pipe
 INLINE = re.compile(r"`(?P<code>[^`]+)`|\*\*(?P<bold>[^*]+)\*\*|\*(?P<italics>[^*]+)\*")
 Row = list[str]
@@ -52,16 +50,6 @@ class Table:
     def rows(self) -> list[Row]:
         return self.frame.values.tolist()
 
-    def groups(self) -> list[list[Row]]:
-        """Neighbouring rows with the same first cell, which only the first of them keeps."""
-        groups: list[list[Row]] = []
-        for number, row in enumerate(self.rows):
-            if number and row[0] == self.rows[number - 1][0]:
-                groups[-1].append(["", *row[1:]])
-            else:
-                groups.append([row])
-        return groups
-
     def aligned(self, word: str, number: str) -> Row:
         """For each column `word` or `number`, the two names of an alignment."""
         return [word if place < self.words else number for place in range(len(self.headings))]
@@ -76,12 +64,10 @@ class Table:
         """Print the table in the width of the terminal, or in `width` letters a line into a file or a pipe."""
         output = console if console.is_terminal else Console(width=width)
         table = RichTable(box=box.SIMPLE, padding=(0, int(width >= WIDE), 0, 0))
-        for place, (heading, side) in enumerate(zip(self.headings, self.aligned("left", "right"))):
-            names = place == 0 and all(len(row[0]) <= NAME for row in self.rows)  # that stay in one line
-            table.add_column(_rich(heading), justify=side, overflow="fold", no_wrap=names)
-        for rows in self.groups():
-            for row in rows:
-                table.add_row(*map(_rich, row), end_section=row is rows[-1] and len(rows) > 1)
+        for heading, side in zip(self.headings, self.aligned("left", "right")):
+            table.add_column(_rich(heading), justify=side, overflow="fold")
+        for row in self.rows:
+            table.add_row(*map(_rich, row))
         texts = [_rich(text) for text in (self.title, *self.notes, *self.sources)]
         for part in filter(None, [texts[0], table if self.rows else NOT_RUN, *texts[1:], " "]):
             output.print(part, highlight=False, soft_wrap=False)

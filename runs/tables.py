@@ -18,9 +18,9 @@ from nanochat_gka.core_metric.published import CORE_SIZES, GPT2_ACCURACY, PAPER_
 from nanochat_gka.core_metric.report import Score, aggregate, paper_score, score_of
 from nanochat_gka.training.bits_per_byte import remarks
 from runs import frames, pages
+from runs.demo import language
+from runs.demo import vision as digits
 from runs.demo.language import COLUMNS, STEPS, VARIANTS, run_tag
-from runs.demo.vision import HEADINGS as VISION_HEADINGS
-from runs.demo.vision import cells as vision_cells
 from runs.examples import text_classifier
 from runs.paper import measured, published
 from runs.paper.measured import GPUS, FinishedRun
@@ -367,15 +367,8 @@ def demo_language() -> list[Table]:
     trained = {one["config"]["model_tag"]: one for one in frames.records(frames.RESULTS / "demo.jsonl", *COLUMNS)}
     tags = {variant.label: run_tag(name) for name, variant in VARIANTS.items()}
     records = {label: trained[tag] for label, tag in tags.items() if tag in trained}
-    rows = [
-        [f"**{label}**", *(form.format(record["metrics"][key]) for key, (_, form) in COLUMNS.items())]
-        for label, record in records.items()
-    ]
-    for label, printed in published.LANGUAGE.items():
-        figures = [f"*{printed[key]}*" if key in printed else "" for key in COLUMNS]
-        rows.append([f"*paper, depth 20: {label}*", *figures])
-    headings = ["", *(heading for heading, _ in COLUMNS.values())]
-    return [Table.of(headings, rows, sources=[sources_of(list(records.values()), "demo.jsonl")])]
+    sources = [sources_of(list(records.values()), "demo.jsonl")]
+    return [language.table({label: record["metrics"] for label, record in records.items()}, sources=sources)]
 
 
 def demo_vision() -> list[Table]:
@@ -383,9 +376,8 @@ def demo_vision() -> list[Table]:
     records: dict[str, list[dict]] = {}
     for record in frames.records(frames.RESULTS / "demo_vision.jsonl", "parameters", "flops", "top1", "ema_top1"):
         records.setdefault(record["label"], []).append(record)
-    rows = [[f"**{label}**", *vision_cells([run["metrics"] for run in runs])] for label, runs in records.items()]
     sources = [sources_of([*itertools.chain(*records.values())], "demo_vision.jsonl")]
-    return [Table.of(["", *VISION_HEADINGS], rows, sources=sources)]
+    return [digits.table({label: [run["metrics"] for run in runs] for label, runs in records.items()}, sources=sources)]
 
 
 def classifier() -> list[Table]:

@@ -133,10 +133,10 @@ def sample_jobs(trained: dict[str, Job]) -> list[Job]:
 
 
 def show(jobs: dict[str, Job], out: Path) -> list[Path]:
-    """Print the tables, the texts and the bandwidths; returns the pictures."""
+    """Print the table, the texts and the bandwidths; returns the pictures."""
     rows = {label: {**job.finish(), "log": job.folder / "log.jsonl"} for label, job in jobs.items()}
-    measured_table(rows).show()
-    paper_table().show()
+    notes = [OFFSETS_NOTE, *remarks(rows)]
+    table(rows, title="Measured here, equal tokens for all; then the paper's depth 20, as printed", notes=notes).show()
     for label, job in jobs.items():
         console.rule(f"text by {label}", align="left")
         for prompt, texts in read_results(job.folder / SAMPLES, "samples")[-1]["metrics"]["samples"].items():
@@ -151,29 +151,13 @@ def show(jobs: dict[str, Job], out: Path) -> list[Path]:
     return drawn + ([pictures.draw_bandwidths(heads, out / "bandwidths.png")] if heads else [])
 
 
-def measured_table(rows: dict[str, dict]) -> Table:
-    """rows: label -> the `finish` record of its log; ratios are to the first."""
-    baseline, *forms = rows
-    cells = []
-    for key, (heading, form) in COLUMNS.items():
-        base = rows[baseline][key]  # None or, in older runs, 0 tokens/s: too few steps to time
-        cells.append([heading, "" if base is None else form.format(base)])
-        for label in forms:
-            value = rows[label][key]
-            ratio = "" if key == "gap" or not (base and value) else f"{value / base:.2f}x"
-            cells[-1] += ["" if value is None else form.format(value), ratio]
-    headings = ["", baseline, *(heading for label in forms for heading in (label, "ratio"))]
-    notes = [OFFSETS_NOTE, *remarks(rows)]
-    return Table.of(headings, cells, title="Measured here, equal tokens for all", notes=notes)
-
-
-def paper_table() -> Table:
-    """The paper's depth-20 figures as it prints them, and their ratios."""
-    (base_label, base), (gka_label, gka) = published.LANGUAGE.items()
+def table(records: dict[str, dict[str, Any]], **about: Any) -> Table:
+    """A row for each of these models, then the paper's of depth 20 as printed. records: label -> measurements."""
     rows = []
-    for key in base:
-        ratio = "" if key == "gap" else f"{float(gka[key].rstrip('M')) / float(base[key].rstrip('M')):.2f}x"
-        rows.append([COLUMNS[key][0], f"*{base[key]}*", f"*{gka[key]}*", ratio])
-    title = "The paper's depth 20, as printed there"
-    notes = published.notes("compute")[:2]
-    return Table.of(["", base_label, gka_label, "ratio"], rows, title=title, notes=notes)
+    for label, record in records.items():
+        cells = [(form, record[key]) for key, (_, form) in COLUMNS.items()]  # None: too few steps to time
+        rows.append([f"**{label}**", *("" if value is None else form.format(value) for form, value in cells)])
+    for label, printed in published.LANGUAGE.items():
+        figures = [f"*{printed[key]}*" if key in printed else "" for key in COLUMNS]
+        rows.append([f"*paper, depth 20: {label}*", *figures])
+    return Table.of(["", *(heading for heading, _ in COLUMNS.values())], rows, **about)

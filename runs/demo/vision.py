@@ -6,6 +6,7 @@ learned bandwidths and what the CLS tokens look at.
 
 import statistics
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -36,7 +37,6 @@ COLUMNS = {  # of a table of vision models: heading and format
     "ema_top1": ("EMA top-1 %", "{:.2f}"),
     "images_per_second": ("train img/s", "{:,.0f}"),
 }
-HEADINGS = [heading for heading, _ in COLUMNS.values()]
 # Tiny models on tiny images need none of the recipe's augmentation; the rate is 1e-3 at this batch
 # (runs/log/2026-11-21-learning-rate-of-the-digits-demo.md).
 MODEL_FLAGS = ["--model-kwargs", "patch_size=4", "embed_dim=64", "depth=4", "num_heads=4"]
@@ -85,7 +85,7 @@ def show(jobs: Jobs, out: Path) -> list[Path]:
     """Print the table, the mean over seeds and half their range; returns the pictures."""
     records = {label: [job.finish() for job in seeds] for label, seeds in jobs.items()}
     title = f"Micro-ViTs on held-out handwritten digits, {len(SEEDS)} seeds: mean ± half the range"
-    Table.of(["", *HEADINGS], ([label, *cells(seeds)] for label, seeds in records.items()), title=title).show()
+    table(records, title=title).show()
     for label, seeds in records.items():
         lowest = min(record["ema_top1"] for record in seeds)
         if lowest < EXPECTED_TOP1:
@@ -100,14 +100,23 @@ def show(jobs: Jobs, out: Path) -> list[Path]:
     return [pictures.draw_bandwidths(sigma, out / "digits_bandwidths.png"), draw_attention(jobs, out)]
 
 
-def cells(records: list[dict]) -> list[str]:
-    """A model's cells below HEADINGS: sizes, then the mean over its seeds and half their range."""
-    texts = []
-    for key, (_, form) in COLUMNS.items():
-        values = [record[key] for record in records if record[key] is not None]  # None: too few updates to time
-        spread = f" ±{form.format((max(values) - min(values)) / 2)}" if values and key not in SIZES else ""
-        texts.append(form.format(values[0] if key in SIZES else statistics.fmean(values)) + spread if values else "")
-    return texts
+def table(records: dict[str, list[dict]], **about: Any) -> Table:
+    """A row for each model: its sizes, then the mean over its seeds and half their range.
+
+    records: label -> the measurements of each seed.
+    """
+    rows = [[f"**{label}**"] for label in records]
+    for row, seeds in zip(rows, records.values()):
+        for key, (_, form) in COLUMNS.items():
+            values = [record[key] for record in seeds if record[key] is not None]
+            if not values:  # too few updates to time
+                row.append("")
+            elif key in SIZES:
+                row.append(form.format(values[0]))
+            else:
+                half = (max(values) - min(values)) / 2
+                row.append(f"{form.format(statistics.fmean(values))} ±{form.format(half)}")
+    return Table.of(["", *(heading for heading, _ in COLUMNS.values())], rows, **about)
 
 
 def draw_attention(jobs: Jobs, out: Path) -> Path:
