@@ -23,15 +23,14 @@ from runs.demo import vision as digits
 from runs.demo.language import COLUMNS, STEPS, VARIANTS, run_tag
 from runs.examples import text_classifier
 from runs.paper import measured, published
-from runs.paper.measured import GPUS, FinishedRun
+from runs.paper.measured import GPUS, Run
 from runs.table import NOT_RUN, Row, Table
 from runs.table import measured as sources_of
 from trainkit_gka.cli import UserError, run
 from trainkit_gka.files import check_named
-from trainkit_gka.loop import finish_record
 
 PAPER, OURS, DIFFERENCE = "Paper", "Ours", "Ours - paper"
-HYBRID = "deit_tiny_gka_patch16_224-GGGA"  # folder of its run
+HYBRID = "deit_tiny_gka_patch16_224-GGGA"  # the name of its run
 MAIN = (2, 3, 6, 8)  # come first; the others need mostly runs that nobody made
 TERMINAL = 80  # letters of a line
 LANGUAGE_COMMANDS = {
@@ -52,7 +51,7 @@ class Sources:
     base: Path = Path("out")
     results: Path = frames.RESULTS
 
-    def runs(self) -> list[FinishedRun]:
+    def runs(self) -> list[Run]:
         return measured.finished_runs(self.base, self.results)
 
 
@@ -148,7 +147,7 @@ def related_methods(sources: Sources) -> PaperTable:
     return PaperTable("related_methods", cells, ["Measured here: docs/related-methods.md."], about="Method")
 
 
-def vision_numbers(label: str, runs: list[FinishedRun]) -> dict[str, float | None]:
+def vision_numbers(label: str, runs: list[Run]) -> dict[str, float | None]:
     """Every number of a row of tables 2, 3 and 5; top-1 is None until its run has finished."""
     cost, base = measured.cost(label), measured.cost(f"DeiT-{label.split('-')[1]}")
     trained = measured.vision_run(label, runs)
@@ -162,7 +161,7 @@ def vision_numbers(label: str, runs: list[FinishedRun]) -> dict[str, float | Non
         "delta_params": 100 * (cost.parameters / base.parameters - 1),
         "delta_attention": 100 * (cost.attention / base.attention - 1),
         "delta_flops": 100 * (cost.flops / base.flops - 1),
-        "top1": trained.metrics["ema_top1"] if trained else None,
+        "top1": trained["metrics"]["ema_top1"] if trained else None,
     }
 
 
@@ -184,11 +183,10 @@ def vision(name: str, sources: Sources) -> PaperTable:
     notes = ["Our sizes are MiB of the bare weights."] if "size" in columns else []
     if "top1" in columns:
         notes.append("Our top-1 is of averaged weights, and only of a finished run of this model and recipe.")
-    if name == "ablation" and (run := finish_record(sources.base / "runs" / HYBRID, ("parameters", "flops", "top1"))):
-        gflops = run["flops"] and run["flops"] / 1e9
-        numbers = {"params": run["parameters"] / 1e6, "gflops": gflops, "top1": run.get("ema_top1")}
-        row = {columns[key]: ("", f"{value:.3f}", "") for key, value in numbers.items() if value is not None}
-        cells |= {("GGGA-Ti (ours)", heading): cell for heading, cell in row.items()}
+    for line in (line for line in runs if name == "ablation" and line["config"].get("model_tag") == HYBRID):
+        metrics = line["metrics"]
+        numbers = {"params": metrics["parameters"] / 1e6, "gflops": metrics["flops"] / 1e9, "top1": metrics["ema_top1"]}
+        cells |= {("GGGA-Ti (ours)", columns[key]): ("", f"{value:.3f}", "") for key, value in numbers.items()}
     return PaperTable(name, cells, notes, commands)
 
 
@@ -234,11 +232,11 @@ def bpb(sources: Sources) -> PaperTable:
     for model, printed in published.rows("bpb").items():
         trained = measured.language_run(model, runs)
         for key, heading in published.TABLES["bpb"]["columns"].items():
-            cells[model, heading] = compare(printed[key], trained.metrics.get(key) if trained else None)
+            cells[model, heading] = compare(printed[key], trained["metrics"].get(key) if trained else None)
         if trained is None:
             commands.append(LANGUAGE_COMMANDS[model])
         else:
-            records[model] = trained.metrics
+            records[model] = trained["metrics"]
     return PaperTable("bpb", cells, [CORPUS, *remarks(records)], commands)
 
 
@@ -402,7 +400,7 @@ class TablesConfig:
     """Print the paper's tables with ours beside them, or write the tables of the repository's pages."""
 
     base: Path = Path("out")
-    """Folder of all outputs: finished runs are read from BASE/runs, BASE/results.jsonl and BASE/core."""
+    """Folder of all outputs: finished runs are read from BASE/results.jsonl, scores from BASE/core."""
     format: Literal["terminal", "markdown"] = "terminal"
     """How the tables are written; the terminal's leave out differences and rows that were not run."""
     only: list[int] = field(default_factory=list)

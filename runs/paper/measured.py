@@ -1,11 +1,10 @@
 """What this project knows of the paper's cells: exact counts, and finished runs of exactly the paper's configuration.
 
 A run counts if its settings are the recipe's and its counts are those of the paper's model and data; the demo's small
-models never do. Runs are read from the run folders and results.jsonl of BASE and from runs/results.
+models never do. A run is a line of BASE/results.jsonl or of a file in runs/results.
 """
 
 import functools
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +19,6 @@ from nanochat_gka.train import TrainConfig as LanguageTraining
 from runs import frames
 from runs.frames import RESULTS
 from runs.paper.published import PAPER_NAMES, SIZE_NAMES
-from trainkit_gka.loop import finish_record
-from trainkit_gka.progress import LOG, read_events
 from trainkit_gka.results import is_processor, read_results
 
 DEPTH = 20
@@ -31,41 +28,23 @@ RECIPES = {  # rows of the language tables: flags of their trainings
     "GKA": {"attention": "gka", "target_param_data_ratio": 8.25},
 }
 KIND_OF = {label: kind for kind, label in PAPER_NAMES.items()}
-IMAGENET_TRAINING, IMAGENET_VALIDATION = 1_281_167, 50_000  # images of ImageNet-1k
+IMAGENET_VALIDATION = 50_000  # images of ImageNet-1k
 FREE = {"seed", "amp", "max_seq_len"}  # settings that may differ (the length shows in the FLOPs)
 
 
-@dataclass(frozen=True)
-class FinishedRun:
-    """A run that trained to its end. steps: None where the record does not say."""
-
-    name: str
-    config: dict[str, Any]
-    metrics: dict[str, Any]
-    steps: int | None = None
-    warm_start: bool = False
+Run = dict[str, Any]  # a trainer's line of a result file
 
 
-def finished_runs(base: Path, results: Path = RESULTS) -> list[FinishedRun]:
-    """The finished runs of BASE/runs, BASE/results.jsonl and the result files, in this order."""
-    runs = []
-    for folder in sorted(path for path in (base / "runs").glob("*") if path.is_dir()):
-        starts, finish = read_events(folder / LOG, "start", "config"), finish_record(folder, ("parameters",))
-        if starts and finish:
-            start = starts[-1]
-            warm = bool(start.get("initial_weights"))
-            runs.append(FinishedRun(folder.name, start["config"], finish, finish["step"], warm))
-    for path in (base / "results.jsonl", *sorted(results.glob("*.jsonl"))):
-        for line in read_results(path, "parameters"):
-            if line.get("kind") in ("train_deit", "pretrain"):
-                config, warm = line["config"], "--initial-weights" in line.get("command", "")
-                runs.append(FinishedRun(config.get("model_tag", ""), config, line["metrics"], None, warm))
-    return runs
+def finished_runs(base: Path, results: Path = RESULTS) -> list[Run]:
+    """The finished runs of BASE/results.jsonl and of the result files, in this order."""
+    paths = (base / "results.jsonl", *sorted(results.glob("*.jsonl")))
+    lines = [line for path in paths for line in read_results(path, "parameters")]
+    return [line for line in lines if line.get("kind") in ("train_deit", "pretrain")]
 
 
-def has_settings(run: FinishedRun, identity: dict[str, Any], defaults: dict[str, Any]) -> bool:
+def has_settings(run: Run, identity: dict[str, Any], defaults: dict[str, Any]) -> bool:
     """Whether the run has every setting of `identity` that is not free. defaults: of flags younger than the run."""
-    settings = {**defaults, **run.config}
+    settings = {**defaults, **run["config"]}
     return all(key in settings and settings[key] == value for key, value in identity.items() if key not in FREE)
 
 
@@ -81,18 +60,16 @@ def cost(label: str) -> ModelCost:
     return deit_cost(SIZE_NAMES[size.lower()], KIND_OF[paper_name])
 
 
-def vision_run(label: str, runs: list[FinishedRun]) -> FinishedRun | None:
+def vision_run(label: str, runs: list[Run]) -> Run | None:
     """The first run of a row of the vision tables: its model and recipe, 300 epochs, ImageNet-1k, from scratch."""
     config = VisionTraining(model=timm_name(label), data="ImageNet-1k")
     identity, parameters = config.identity(), cost(label).parameters
     for run in runs:
-        metrics = run.metrics
+        metrics = run["metrics"]
         judged = metrics.get("images", 0) + metrics.get("broken", 0)
         counts = metrics["parameters"] == parameters and judged == IMAGENET_VALIDATION and "ema_top1" in metrics
-        if run.steps is not None:  # then the training images can be counted too
-            drawn = run.steps * config.batch_size / config.epochs
-            counts = counts and abs(drawn - IMAGENET_TRAINING) < config.batch_size
-        if has_settings(run, identity, config.defaults()) and counts and not run.warm_start:
+        warm_start = "--initial-weights" in run.get("command", "")
+        if has_settings(run, identity, config.defaults()) and counts and not warm_start:
             return run
     return None
 
@@ -103,23 +80,23 @@ def language_counts(model: str) -> dict[str, Any]:
     return account(AccountingConfig(depth=DEPTH, **RECIPES[model]))
 
 
-def language_run(model: str, runs: list[FinishedRun]) -> FinishedRun | None:
+def language_run(model: str, runs: list[Run]) -> Run | None:
     """The first run of a row of the language tables: depth 20, its attention, its token ratio, nanochat's settings."""
     config, counts = LanguageTraining(depth=DEPTH, **RECIPES[model]), language_counts(model)
     for run in runs:
-        same = [run.metrics.get(key) == counts[key] for key in ("parameters", "flops_per_token", "train_tokens")]
+        same = [run["metrics"].get(key) == counts[key] for key in ("parameters", "flops_per_token", "train_tokens")]
         if has_settings(run, config.identity(), config.defaults()) and all(same):
             return run
     return None
 
 
-def core_scores(run: FinishedRun | None, steps: int | None, *folders: Path) -> dict[str, Score]:
+def core_scores(run: Run | None, steps: int | None, *folders: Path) -> dict[str, Score]:
     """Task -> the score of a run after so many steps, on the largest number of examples. folders: hold core/*.jsonl."""
     scores: dict[str, Score] = {}
     for path in (path for folder in folders for path in sorted((folder / "core").glob("*.jsonl"))):
         for line in read_results(path, "accuracy", "baseline", "examples"):
             config = line["config"]
-            if run and (config.get("model"), config.get("step")) == (run.name, steps):
+            if run and (config.get("model"), config.get("step")) == (run["config"].get("model_tag"), steps):
                 score = score_of(config["task"], line["metrics"])
                 if score.label not in scores or score.examples >= scores[score.label].examples:
                     scores[score.label] = score
