@@ -181,35 +181,36 @@ class TrainConfig:
 
 @dataclass(kw_only=True, eq=False)
 class Training(Job):
-    """A cell as a command, whose cost is in FLOPs of text or in images. trial, data, further (flags): of its row.
+    """A cell as a command, whose cost is in FLOPs of text or in images.
 
-    command: trains it again. metrics: of its row, from the trainer's record and the folder.
+    row: what its row says of it, with the command that trains it again. metrics: of its row, from the trainer's record
+    and the folder.
     """
 
-    form: str
     key: str
-    trial: dict[str, Any]
-    data: dict[str, Any]
-    further: list[str]
-    command: str
+    row: dict[str, Any]
     metrics: Callable[[dict[str, Any], Path], dict[str, Any]]
     starts: int = 0
 
 
 def training_of(
-    config: TrainConfig, results: str, source: Path, words: list, keyed: dict[str, Any], cell: list, **about: Any
-) -> Training:
+    config: TrainConfig, results: str, source: Path, words: list, keyed: dict[str, Any], cell: list,
+    row: dict[str, Any], **about: Any,
+) -> Training:  # fmt: skip
     """A training on `source`, rows or images. results: the name of the results file. words: flags of the trainer.
 
     keyed: everything that is computed; its hash is the key. cell: flags of this program that name the cell.
     """
+    further = shlex.split(config.flags)
+    keyed = {**keyed, "data": row["data"]}
     key = hashlib.sha256(json.dumps(keyed, sort_keys=True).encode()).hexdigest()[:16]
-    folder, further = config.runs / results / key, shlex.split(config.flags)
+    folder = config.runs / results / key
     flags = ["--data", source, "--out", folder.parent, "--model-tag", key, "--results", folder / RECORD]
     flags += ["--device-type", config.device_type, *words, *further]
-    cell += [f"--flags={config.flags}"] if further else []
+    cell += ["--forms", row["form"], "--seeds", row["trial"]["seed"], *([f"--flags={config.flags}"] if further else [])]
     command = shlex.join(["python", "-m", "runs.study.train", *map(str, cell)])
-    return Training(key=key, folder=folder, flags=flags, further=further, command=command, **about)
+    row = {**row, "key": key, "command": command, "chosen": not further, "flags": further}
+    return Training(key=key, folder=folder, flags=flags, row=row, **about)
 
 
 # Text
@@ -259,11 +260,10 @@ def text_training(
     for flag, value in today.items():
         word = f"--{flag.replace('_', '-')}"
         words += ([word] if value else []) if isinstance(value, bool) else [word, value]
-    data = same_rows(manifest)
     shape = {flag: value for flag, value in today.items() if flag in LEFT_OUT and flag != "aspect_ratio"}
     model = ModelFlags(**shape).shape(depth, manifest["sequence_len"], manifest["vocab_size"])
     keyed = {flag: value for flag, value in computed.items() if value != LEFT_OUT.get(flag)}
-    keyed |= {"eval_tokens": EVAL_TOKENS, "data": data}
+    keyed |= {"eval_tokens": EVAL_TOKENS}
     keyed |= {"flags": shlex.split(config.flags)} if config.flags else {}
     return training_of(
         config,
@@ -271,15 +271,13 @@ def text_training(
         config.data,
         words,
         keyed,
-        ["--data", config.data, "--forms", form, "--depths", depth, "--tokens", tokens, "--seeds", seed],
+        ["--data", config.data, "--depths", depth, "--tokens", tokens],
+        {"form": form, "trial": trial, "data": same_rows(manifest)},
         name=f"{form}, {depth} layers, {tokens:,} tokens, seed {seed}",
         module="nanochat_gka.train",
         steps=steps,
         cost=tokens * flops_per_token(meta_model(model)),
         finish_keys=("val_bpb", "train_bpb", "tokens_per_second", "sigma"),
-        form=form,
-        trial=trial,
-        data=data,
         metrics=text_metrics,
     )
 
@@ -332,15 +330,15 @@ def image_training(config: TrainConfig, folder: Path, data: dict[str, Any], form
     trial = {"attention": attention, "spatial_offsets": options.get("spatial_offsets", ""), "rate": 1.0, "seed": seed}
     trial |= {"norm_weight": "norm_weight" not in options, "channel_bandwidths": "channel_bandwidths" in options}
     trial |= {"tuning": False, "epochs": 0 if epochs == EPOCHS else epochs}
-    keyed = {"flags": words, "data": data}
-    keyed |= {"further flags": shlex.split(config.flags)} if config.flags else {}
+    keyed = {"flags": words} | ({"further flags": shlex.split(config.flags)} if config.flags else {})
     return training_of(
         config,
         "vision_cifar10",
         folder,
         [*words, *REPORTS],
         keyed,
-        ["--images", config.images, "--forms", form, "--seeds", seed],
+        ["--images", config.images],
+        {"form": form, "trial": trial, "data": data},
         name=f"{form}, CIFAR-10, seed {seed}",
         module="deit_gka.train",
         steps=epochs * (data["train images"] // IMAGE_BATCH),
@@ -348,9 +346,6 @@ def image_training(config: TrainConfig, folder: Path, data: dict[str, Any], form
         finish_keys=("top1", "ema_top1", "images_per_second", "sigma"),
         # In bfloat16 on a CPU softmax and VLT train twice as fast when they build their weights.
         environment={"TIMM_FUSED_ATTN": "0"} if attention in ("softmax", "vlt") else {},
-        form=form,
-        trial=trial,
-        data=data,
         metrics=image_metrics,
     )
 
@@ -425,7 +420,7 @@ class Runner(SideBySide):
         self.results = config.results / f"{name}.jsonl"
         self.failed: set[str] = set()  # here; not tried again
         known = [row.get("data") for row in read_lines(self.results) if row.get("kind") == self.kind]
-        if any(data != training.data for data in known for training in trainings[:1]):
+        if any(data != training.row["data"] for data in known for training in trainings[:1]):
             advice = "choose another folder with --results, or move the file"
             raise UserError(f"{self.results} has rows of other data, which do not compare with these: {advice}")
 
@@ -460,23 +455,18 @@ class Runner(SideBySide):
         if self._collect(training) or (by_signal and training.starts < MOST_STARTS) or self._is_busy(training):
             return
         reason = (training.printed() or ["nothing was printed"])[-1]
-        outcome = {"date": date_of(), "commit": git_commit(), "exit_code": code}
-        about = {"key": training.key, "command": training.command, "trial": training.trial, "form": training.form}
-        row = {**about, **outcome, "reason": reason.removeprefix("error: "), "kind": f"{self.kind}-failed"}
-        append_line(self.results, row)
+        outcome = {"exit_code": code, "reason": reason.removeprefix("error: "), "kind": f"{self.kind}-failed"}
+        append_line(self.results, {**training.row, "date": date_of(), "commit": git_commit(), **outcome})
         self.failed.add(training.key)
         console.print(f"{training.name}: exit code {code}: {reason}", highlight=False, markup=False)
 
     def _collect(self, training: Training) -> bool:
         """Append the row of a training that is finished. Returns False if it is not."""
-        folder = training.folder
-        records = read_results(folder / RECORD, *training.finish_keys)
+        records = read_results(training.folder / RECORD, *training.finish_keys)
         if not records:
             return False
-        about = {"key": training.key, "command": training.command, "trial": training.trial, "data": training.data}
-        about |= {"form": training.form, "chosen": not training.further, "flags": training.further}
-        row = {**records[-1], **about, "metrics": training.metrics(records[-1], folder), "kind": self.kind}
-        append_line(self.results, row)
+        metrics = training.metrics(records[-1], training.folder)
+        append_line(self.results, {**records[-1], **training.row, "metrics": metrics, "kind": self.kind})
         console.print(f"{training.name}: recorded in {self.results}", highlight=False, markup=False)
         return True
 

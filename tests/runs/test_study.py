@@ -117,7 +117,7 @@ def test_recorded_cells_keep_their_keys_and_flops():
     for row in read_lines(RESULTS / "vision_cifar10.jsonl"):
         if form := forms.get(row["key"]):
             again = image_training(TrainConfig(images="x"), Path("x"), row["data"], form, row["trial"]["seed"])
-            assert again.key == row["key"] and again.trial == row["trial"]
+            assert again.key == row["key"] and again.row["trial"] == row["trial"]
             checked += 1
     assert checked > 350
 
@@ -131,7 +131,7 @@ def test_the_trainers_read_the_flags_of_every_cell():
         config = tyro.cli(trainer, args=[str(word) for word in training.flags])
         if trainer is TextTrainer:
             assert config.compile == "on" and config.num_iterations == training.steps == 2**20 // 4096
-            assert config.matrix_lr == pytest.approx(0.02 * 16 * training.trial["rate"])
+            assert config.matrix_lr == pytest.approx(0.02 * 16 * training.row["trial"]["rate"])
         else:
             assert config.epochs * 390 == training.steps and config.seed == 1
 
