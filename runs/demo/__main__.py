@@ -14,7 +14,7 @@ import statistics
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Literal
 
 from runs.demo import language, vision
 from runs.jobs import START_SECONDS, Job, SideBySide
@@ -90,59 +90,49 @@ def run_all(config: DemoConfig) -> list[Path]:
 
 def lengths(config: DemoConfig, at_once: int) -> tuple[int, int]:
     """Steps of the language models and epochs of the vision models: the flags', else what this machine can do."""
-    if "language" not in config.parts:
-        return language.STEPS, vision.EPOCHS if config.epochs < 0 else config.epochs
-    if config.steps > 0 and (config.epochs > 0 or "vision" not in config.parts):
-        return config.steps, config.epochs
-    announce("timing of a few steps")
-    chosen = choose_length(config.out, config.depth, config.ranks, at_once, config.parts)
-    return chosen.steps if config.steps < 0 else config.steps, chosen.epochs if config.epochs < 0 else config.epochs
+    steps, epochs = language.STEPS, vision.EPOCHS
+    both_given = config.steps > 0 and (config.epochs > 0 or "vision" not in config.parts)
+    if "language" in config.parts and not both_given:
+        announce("timing of a few steps")
+        steps, epochs = choose_length(config.out, config.depth, config.ranks, at_once, config.parts)
+    return steps if config.steps < 0 else config.steps, epochs if config.epochs < 0 else config.epochs
 
 
-class Length(NamedTuple):
-    """How many steps each language model takes, and how many epochs each vision model."""
-
-    steps: int
-    epochs: int
-
-
-def choose_length(out: Path, depth: int, ranks: int, at_once: int, parts: list[str]) -> Length:
-    """The length that an earlier start chose for this folder, or one that takes about five minutes here.
+def choose_length(out: Path, depth: int, ranks: int, at_once: int, parts: list[str]) -> tuple[int, int]:
+    """The steps and epochs that an earlier start chose for this folder, or those that take about five minutes here.
 
     Models train for a few steps, as many side by side as later. Where a step takes longer, all models get fewer steps
     and epochs.
     """
     path = out / FILE
     if path.exists():
-        return Length(**read_json(path, "the demo's length"))
+        length = read_json(path, "the demo's length")
+        return length["steps"], length["epochs"]
     folder = out / "timing"
     jobs = language.timing_jobs(out, folder, depth, TIMED_STEPS, ranks, at_once)
     images = [vision.timing_job(folder)] if "vision" in parts else []
     SideBySide([*jobs[:1], *images, *jobs[1:]], at_once).run()  # so that images are not timed alone
     step = statistics.fmean(language.STEP_TOKENS / job.finish()["tokens_per_second"] for job in jobs)
-    epochs = [vision.num_images() / job.finish()["images_per_second"] for job in images]
+    seconds = [vision.num_images() / job.finish()["images_per_second"] for job in images]  # for an epoch
     shutil.rmtree(folder)
     factor = step / (language.SECONDS_PER_STEP * depth / language.DEPTH)
     models = len(language.VARIANTS)
     fixed = models * (step * EVALUATING_STEPS + factor * (START_SECONDS + language.SECONDS_PER_SAMPLE))
     work = models * step * language.STEPS
-    for epoch in epochs:
+    for epoch in seconds:
         fixed += factor * vision.MODELS * START_SECONDS
         work += vision.MODELS * epoch * vision.EPOCHS
     fixed, work = OTHER_SECONDS + fixed / at_once, work / at_once
     share = min(1.0, max(0.1, (GOAL_SECONDS - fixed) / work))
-    length = Length(_rounded(share * language.STEPS, 20), _rounded(share * vision.EPOCHS, 5))
+    steps = 20 * max(1, round(share * language.STEPS / 20))
+    epochs = 5 * max(1, round(share * vision.EPOCHS / 5))
     minutes = (fixed + share * work) / 60
     console.print(
-        f"{step:.2f} s for a step here: {length.steps} steps and {length.epochs} epochs, which takes about "
-        f"{minutes:.0f} minutes (the usual length is {language.STEPS} and {vision.EPOCHS}; --steps and --epochs fix it)"
+        f"{step:.2f} s for a step here: {steps} steps and {epochs} epochs, which takes about {minutes:.0f} minutes "
+        f"(the usual length is {language.STEPS} and {vision.EPOCHS}; --steps and --epochs fix it)"
     )
-    write_json(path, length._asdict())
-    return length
-
-
-def _rounded(number: float, multiple: int) -> int:
-    return max(multiple, round(number / multiple) * multiple)
+    write_json(path, {"steps": steps, "epochs": epochs})
+    return steps, epochs
 
 
 def announce(stage: str) -> None:

@@ -91,16 +91,11 @@ def labelled_texts(data: Path | None) -> list[tuple[str, str]]:
         counts = Counter(package for _, package in dict.fromkeys(pairs))
         chosen = {package for package, _ in counts.most_common(PACKAGES)}
         return [(text, package) for text, package in pairs if package in chosen]
-    if data.suffix not in READERS:
-        raise UserError(f"--data takes a file of {' or '.join(READERS)}, got {data}")
     try:
-        frame = READERS[data.suffix](data)
-    except (OSError, ValueError, pa.ArrowException) as error:
-        raise UserError(f"{data} cannot be read ({reason_of(error)})") from None
-    if missing := {"text", "label"} - set(frame.columns):
-        has = ", ".join(map(str, frame.columns))
-        raise UserError(f"{data} needs columns text and label, it has no {', '.join(sorted(missing))} but {has}")
-    frame = frame[["text", "label"]].dropna()
+        frame = READERS[data.suffix](data)[["text", "label"]].dropna()
+    except (OSError, ValueError, KeyError, pa.ArrowException) as error:
+        needed = f"a file of {' or '.join(READERS)} with columns text and label"
+        raise UserError(f"{data} cannot be read as {needed} ({reason_of(error)})") from None
     return list(zip(frame.text.astype(str), frame.label.astype(str)))
 
 
@@ -272,24 +267,19 @@ def records_of(path: Path, config: TextClassifierConfig) -> list[dict[str, Any]]
     return [row for row in frames.records(path, "accuracy", kind=KIND) if row["config"]["case"] in cases]
 
 
-def check_python(config: TextClassifierConfig) -> None:
-    """Raises UserError if finished trainings read the docstrings of another version of Python."""
-    rows = [] if config.data else frames.records(config.results, kind=KIND)
-    pythons = {row["config"]["python"] for row in rows if row["config"]["case"]["data"] == "builtin"}
-    if other_pythons := pythons - {platform.python_version()}:
-        has = f"{config.results} has trainings on the docstrings of Python {', '.join(sorted(other_pythons))}"
-        raise UserError(f"{has}, this is {platform.python_version()}; give another file with --results")
-
-
 def main(config: TextClassifierConfig) -> None:
     check_bounds(config)
     if config.data and not config.data.is_file():
         raise UserError(f"--data {config.data}: there is no such file")
     if reason := extras.missing("hf", "transformers"):
         raise UserError(reason)
-    trained = [row["config"]["case"] for row in records_of(config.results, config)]
+    rows = records_of(config.results, config)
+    trained = [row["config"]["case"] for row in rows]
     if missing := [case for case in cases_of(config) if case not in trained]:
-        check_python(config)
+        others = {row["config"]["python"] for row in rows if not config.data} - {platform.python_version()}
+        if others:  # whose docstrings differ
+            has = f"{config.results} has trainings on the docstrings of Python {', '.join(sorted(others))}"
+            raise UserError(f"{has}, this is {platform.python_version()}; give another file with --results")
         task = Task.prepare(config)
         about = f"{len(task.train.ids):,} texts to train on, {len(task.test.ids):,} held out, {len(task.names)} labels"
         console.print(f"{about} ({', '.join(task.names)}); always the commonest: {task.guess:.1%}", highlight=False)

@@ -100,7 +100,7 @@ def test_a_slow_machine_gets_fewer_steps_and_keeps_them(tmp_path, monkeypatch, s
     monkeypatch.setattr(SideBySide, "run", lambda self: (tmp_path / "timing").mkdir())
     monkeypatch.setattr(vision, "MODELS", 6)
     chosen = demo.choose_length(tmp_path, language.DEPTH, 1, 2, ["language", "vision"])
-    assert chosen == demo.Length(steps, epochs)
+    assert chosen == (steps, epochs)
     monkeypatch.setattr(language, "timing_jobs", lambda *_: pytest.fail("timed again"))
     assert demo.choose_length(tmp_path, language.DEPTH, 1, 2, ["language", "vision"]) == chosen
     fixed = demo.DemoConfig(out=tmp_path, steps=30, epochs=2)

@@ -64,9 +64,9 @@ def test_a_text_with_two_labels_is_left_out():
 @pytest.mark.parametrize(
     "name, content, words",
     [
-        ("a.csv", "text,stars\nfine,5\n", "needs columns text and label, it has no label but text, stars"),
+        ("a.csv", "text,stars\nfine,5\n", "columns text and label (\"['label'] not in index"),
         ("a.csv", "text,label\nfine,5\n", "at least two labels are needed"),
-        ("a.parquet", "no parquet", "cannot be read"),
+        ("a.parquet", "no parquet", "a.parquet cannot be read as"),
         ("a.csv", "", "there is no such file"),
         ("", "", "trainings on the docstrings of Python 3.11.7, this is 3.99.0; give another file"),
     ],
