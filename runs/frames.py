@@ -25,18 +25,16 @@ def records(path: Path, *names: str, kind: str = "") -> list[dict[str, Any]]:
     lines = []
     for number, text in enumerate(path.read_text(encoding="utf-8").splitlines() if path.exists() else (), 1):
         try:
-            record, reason = json.loads(text), "is not a record"
+            record = json.loads(text)
         except ValueError:
-            record, reason = None, "is not JSON"
-        if isinstance(record, dict):
-            if kind and record.get("kind") != kind:
-                continue
-            known = record.get("config", {}) | record.get("metrics", {}) | record
-            reason = ", ".join(name for name in (*FACTS, "metrics", *names) if name not in known)
-            reason = f"has no {reason}" if reason else ""
-        if reason:
+            record = None
+        record = record if isinstance(record, dict) else {"kind": kind}  # without any fact
+        if kind and record.get("kind") != kind:
+            continue
+        known = record.get("config", {}) | record.get("metrics", {}) | record
+        if missing := [name for name in (*FACTS, "metrics", *names) if name not in known]:
             advice = f"delete the line and measure again, or git checkout {path}"
-            raise UserError(f"{path}, line {number}: {reason}; {advice}")
+            raise UserError(f"{path}, line {number}: has no {', '.join(missing)}; {advice}")
         lines.append(record)
     return lines
 

@@ -5,7 +5,6 @@ never meet.
 """
 
 import ast
-import re
 import subprocess
 import sys
 from graphlib import CycleError, TopologicalSorter
@@ -23,7 +22,6 @@ ALLOWED = {
 }
 MODULES = modules()
 NEEDED_BY = {name: {*dependencies(path, MODULES)} - {name} for name, path in MODULES.items()}
-WITH_ROOMS = pytest.mark.parametrize("package", ["nanochat_gka", "deit_gka", "runs"])
 
 
 def packages_of(package):
@@ -58,26 +56,20 @@ def test_implementations_do_not_import_one_another():
     assert not [f"{a} imports {b}" for a in parts for b in NEEDED_BY[a] if parts.get(b, parts[a]) != parts[a]]
 
 
-@WITH_ROOMS
-def test_rooms_do_not_import_entry_points(package):
-    """These are the commands on top of a package: `python -m package.name`."""
-    commands = {f"{package}.{path.stem}" for path in (ROOT / package).glob("*.py") if ENTRY_POINT in path.read_text()}
-    inner = [name for name in MODULES if name.startswith(f"{package}.") and MODULES[name].parent != ROOT / package]
-    assert not [f"{name} imports {command}" for name in inner for command in NEEDED_BY[name] & commands]
-
-
 def test_files_do_not_import_each_other_in_a_circle():
     """Imports inside functions count: a circle that is hidden there is still one."""
     assert_one_way(NEEDED_BY)
 
 
-@WITH_ROOMS
-def test_rooms_import_one_way(package):
-    """A room is a folder in a package, with what is below it, or a file beside the rooms."""
+@pytest.mark.parametrize("package", ["nanochat_gka", "deit_gka", "runs"])
+def test_rooms_import_one_way_and_no_commands(package):
+    """A room is a folder in a package, with what is below it, or a file beside the rooms: a command, if it is one."""
     graph = {}
+    commands = {f"{package}.{path.stem}" for path in (ROOT / package).glob("*.py") if ENTRY_POINT in path.read_text()}
     for name in [name for name in MODULES if name.startswith(f"{package}.")]:
         room, *rooms = (".".join(one.split(".")[:2]) for one in (name, *NEEDED_BY[name]))
         graph.setdefault(room, set()).update(one for one in rooms if one != room and one.startswith(f"{package}."))
+        assert MODULES[name].parent == ROOT / package or not NEEDED_BY[name] & commands, name
     assert_one_way(graph)
 
 
@@ -90,12 +82,6 @@ def test_text_is_read_and_written_as_utf8_in_any_locale():
             is_text = name in ("open", "os.fdopen") and not any("b" in mode for mode in strings[-2:])
             if is_text or name.endswith((".read_text", ".write_text", "TextIOWrapper")):
                 assert {"encoding", None} & {one.arg for one in call.keywords}, f"{path}:{call.lineno}"
-
-
-def test_tests_do_not_import_tests():
-    """What tests share is in tests/support."""
-    paths = [path for path in tracked(".py") if path.parts[0] == "tests"]
-    assert not [path for path in paths for name in imports(ROOT / path) if re.search(r"(^|\.)test_", name)]
 
 
 def test_importing_the_operator_loads_nothing_of_the_trainers():

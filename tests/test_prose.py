@@ -59,17 +59,6 @@ def test_modules_that_a_page_runs_can_be_run(path):
         assert '__name__ == "__main__"' in program.read_text() or program.name == "__main__.py", name
 
 
-def test_the_readme_names_every_folder():
-    folders = {path.parts[0] for path in tracked() if len(path.parts) > 1}
-    assert not [name for name in folders if f"{name}/" not in PAGES["README.md"]]
-
-
-def test_the_page_of_what_trainers_share_names_every_file():
-    listed = re.findall(r"(?m)^(\w+)/? {2,}", "\n".join(FENCE.findall(PAGES["trainkit_gka/README.md"])))
-    parts = {path.parts[1].removesuffix(".py") for path in tracked(".py") if path.parts[0] == "trainkit_gka"}
-    assert sorted(listed) == sorted(parts - {"__init__"})
-
-
 # Numbers of prose are those of tables: `<!-- numbers: NAMES -->` before a passage says of which ones.
 
 PASSAGE = re.compile(r"<!-- numbers: ([^>]+) -->\n(.*?)\n<!-- /numbers -->", re.DOTALL)

@@ -133,7 +133,7 @@ def sample_jobs(trained: dict[str, Job]) -> list[Job]:
 
 
 def show(jobs: dict[str, Job], out: Path) -> list[Path]:
-    """Print the table, the texts and the bandwidths; returns the pictures."""
+    """Print the table and the texts; returns the pictures."""
     rows = {label: {**job.finish(), "log": job.folder / "log.jsonl"} for label, job in jobs.items()}
     notes = [OFFSETS_NOTE, *remarks(rows)]
     table(rows, title="Measured here, equal tokens for all; then the paper's depth 20, as printed", notes=notes).show()
@@ -141,13 +141,8 @@ def show(jobs: dict[str, Job], out: Path) -> list[Path]:
         console.rule(f"text by {label}", align="left")
         for prompt, texts in read_results(job.folder / SAMPLES, "samples")[-1]["metrics"]["samples"].items():
             console.print(f"{(prompt + texts[0])!r}", highlight=False, markup=False)
-    sigmas = {label: row["sigma"] for label, row in rows.items() if row["sigma"]}
-    for label, layers in sigmas.items():
-        console.rule(f"learned sigma per head, {label}", align="left")
-        for layer, sigma in layers.items():
-            console.print(f"  {layer}: " + "  ".join(f"{value:.2f}" for value in sigma), highlight=False)
     drawn = [pictures.draw_losses(rows, out / "loss_curves.png")]
-    heads = {label: list(layers.values()) for label, layers in sigmas.items()}
+    heads = {label: list(row["sigma"].values()) for label, row in rows.items() if row["sigma"]}
     return drawn + ([pictures.draw_bandwidths(heads, out / "bandwidths.png")] if heads else [])
 
 

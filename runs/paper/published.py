@@ -21,11 +21,6 @@ def rows(table: str) -> dict[str, dict[str, str]]:
     return TABLES[table]["rows"]
 
 
-def notes(table: str) -> list[str]:
-    """What a reader of the table has to know: contradictions, and what a figure is of."""
-    return TABLES[table]["notes"]
-
-
 # The language models, with the names that the trainer's records use; parameters as "896M".
 LANGUAGE = {
     model: {**compute, "parameters": compute["parameters"] + "M", **rows("bpb")[model]}

@@ -45,7 +45,6 @@ from trainkit_gka.progress import console, read_lines
 
 PAGES = ("README.md", "docs/results.md", "runs/study/README.md", "runs/study/TABLES.md")
 TOKENS, FLOPS, TIME = AXES = ("equal tokens", "equal FLOPs", "equal time")
-NAMED = 5  # rows that an error names
 LEAST_FREEDOM = 4  # of an interval: five seeds, or three seeds at two places
 Place = tuple[int, int]  # layers, training tokens
 Speeds = dict[int, dict[str, float]]  # layers -> form -> tokens/s of a training step
@@ -125,9 +124,8 @@ def chosen_rows(path: Path, *metrics: str) -> list[dict[str, Any]]:
         by_data.setdefault(json.dumps(row["data"], sort_keys=True), []).append(row["key"])
     if len(by_data) > 1:
         fewest = min(by_data.values(), key=len)
-        names = ", ".join(fewest[:NAMED]) + (f" and {len(fewest) - NAMED} more" if len(fewest) > NAMED else "")
         problem = f"{path} has rows of {len(by_data)} sets of data, whose losses do not compare"
-        raise UserError(f"{problem}; move those of one set, with the keys {names}, to a file of another name")
+        raise UserError(f"{problem}; move those of one set, with the keys {', '.join(fewest)}, to another file")
     return chosen
 
 
