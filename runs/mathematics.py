@@ -24,6 +24,7 @@ QUERY = 0  # the token whose row is drawn
 SIGMA = 0.8
 SHIFT = (3.0, 2.0)
 EXTENT = 2.6  # half the width of the plane that is shown
+LINE = torch.linspace(-EXTENT, EXTENT, 161, dtype=torch.float64)  # a coordinate of its grid
 GKA, SOFTMAX = LOOKS["GKA"].colour, LOOKS["softmax"].colour
 
 
@@ -49,18 +50,9 @@ def operator(x: torch.Tensor, sigma: float) -> tuple[torch.Tensor, torch.Tensor]
     return weights, gaussian_attention(one, log_sigma, eps=0.0, impl="reference")[0, :, 0]
 
 
-def dot_product_weights(x: torch.Tensor, sigma: float) -> torch.Tensor:
-    """Softmax over the dot products of the same features at the same temperature, (T, T): no norms of the keys."""
-    return torch.softmax(x @ x.T / sigma**2, dim=-1)
-
-
-def plane() -> tuple[torch.Tensor, torch.Tensor]:
-    """The two coordinates of a grid over the plane."""
-    line = torch.linspace(-EXTENT, EXTENT, 161, dtype=torch.float64)
-    return torch.meshgrid(line, line, indexing="xy")
-
-
-def map_axes(axis: Any, title: str) -> None:
+def map_axes(axis: Any, x: torch.Tensor, title: str) -> None:
+    """The plane with the query marked."""
+    axis.plot(*x[QUERY], "o", color="none", markeredgecolor=SOFTMAX, markersize=9, label="query x_i", zorder=4)
     axis.set(aspect="equal", xlim=(-EXTENT, EXTENT), ylim=(-EXTENT, EXTENT), xticks=[], yticks=[])
     axis.set_title(title, fontsize=10)
     axis.grid(False)
@@ -68,9 +60,8 @@ def map_axes(axis: Any, title: str) -> None:
 
 def kernel(folder: Path) -> Path:
     """The kernel of one query over the plane, its row of W as sizes of points, and y, at three bandwidths."""
-    x = features()
+    x, (a, b) = features(), torch.meshgrid(LINE, LINE, indexing="xy")
     figure, axes = panels(1, 3, 3.5)
-    a, b = plane()
     distance2 = (a - x[QUERY, 0]) ** 2 + (b - x[QUERY, 1]) ** 2
     for axis, sigma in zip(axes, (SIGMA / 2, SIGMA, SIGMA * 4), strict=True):
         weights, y = operator(x, sigma)
@@ -80,10 +71,9 @@ def kernel(folder: Path) -> Path:
         axis.scatter(x[:, 0], x[:, 1], s=6, color=BLUE, label="features x_j", zorder=3)
         axis.scatter(x[:, 0], x[:, 1], s=900 * row, color=VERMILION, alpha=0.45, linewidth=0, zorder=2,
                      label="weights W_ij, as areas")  # fmt: skip
-        axis.plot(*x[QUERY], "o", color="none", markeredgecolor=SOFTMAX, markersize=9, label="query x_i", zorder=4)
-        axis.plot(*y[QUERY], "*", color=SOFTMAX, markersize=11, label="output y_i = Σ_j W_ij x_j", zorder=4)
         effective = torch.exp(-torch.special.xlogy(row, row).sum()).item()
-        map_axes(axis, f"σ = {sigma:g}: W_ii = {row[QUERY]:.2f},\n{effective:.1f} effective tokens")
+        map_axes(axis, x, f"σ = {sigma:g}: W_ii = {row[QUERY]:.2f},\n{effective:.1f} effective tokens")
+        axis.plot(*y[QUERY], "*", color=SOFTMAX, markersize=11, label="output y_i = Σ_j W_ij x_j", zorder=4)
     title = "The kernel as a map: what one token reads at three bandwidths"
     legend(figure, axes[:1], 4)
     return save(figure, title, folder / "mathematics-kernel.png")
@@ -91,7 +81,7 @@ def kernel(folder: Path) -> Path:
 
 def softmax(folder: Path) -> Path:
     """The score of a key as a dot product minus half a squared norm, over the plane, and both ways to the weights."""
-    x, (a, b) = features(), plane()
+    x, (a, b) = features(), torch.meshgrid(LINE, LINE, indexing="xy")
     product = (a * x[QUERY, 0] + b * x[QUERY, 1]) / SIGMA**2
     norm = -(a**2 + b**2) / (2 * SIGMA**2)
     figure, axes = panels(1, 3, 3.4)
@@ -101,8 +91,7 @@ def softmax(folder: Path) -> Path:
         axis.contourf(a, b, score, levels=levels, cmap="viridis", extend="both", alpha=0.75)
         axis.scatter(x[:, 0], x[:, 1], s=6, color=SOFTMAX, label="features x_j", zorder=3)
         axis.plot(0, 0, "+", color=SOFTMAX, markersize=9, label="origin", zorder=4)
-        axis.plot(*x[QUERY], "o", color="none", markeredgecolor=SOFTMAX, markersize=9, label="query x_i", zorder=4)
-        map_axes(axis, name)
+        map_axes(axis, x, name)
     title = "It is a softmax: a slope plus a hill at the origin is a hill at the query"
     legend(figure, axes[:1], 3)
     return save(figure, title, folder / "mathematics-softmax.png")
@@ -123,7 +112,7 @@ def translation(folder: Path) -> Path:
     order = operator(x, SIGMA)[0][QUERY].argsort(descending=True)
     kinds = {
         "Gaussian kernel": (GKA, lambda features: operator(features, SIGMA)[0]),
-        "softmax of dot products": (SOFTMAX, lambda features: dot_product_weights(features, SIGMA)),
+        "softmax of dot products": (SOFTMAX, lambda features: torch.softmax(features @ features.T / SIGMA**2, dim=-1)),
     }
     for axis, (name, (colour, weights_of)) in zip(axes[1:], kinds.items(), strict=True):
         before, after = (weights_of(place)[QUERY, order] for place in (x, moved))

@@ -203,12 +203,12 @@ def runtime(sources: Sources) -> PaperTable:
     for label, printed in published.rows("runtime").items():
         for role in ("baseline",) if label.startswith("DeiT") else ("ours", "unfused"):
             name = f"{label}, unfused" if role == "unfused" else label
-            batch, line = measured.fastest_inference(benchmark, label, role)
+            line = measured.fastest(benchmark, label, "inference", role)
             cells[name, "inference: img/s, 1 GPU"] = compare(printed["inference"], line.get("items_per_second"))
-            cells[name, "inference: batch"] = compare(printed["batch"], batch)
+            cells[name, "inference: batch"] = compare(printed["batch"], line.get("batch"))
             cells[name, "inference: MB"] = compare(printed["inference_memory"], line.get("peak_mib"))
-            for size in (64, 128):
-                line = measured.timed(benchmark, label, size, "training", role)
+            for size in ("64", "128"):
+                line = measured.fastest(benchmark, label, "training", role, size)
                 total, training = printed[f"training_{size}"], f"training bs {size}:"
                 if role != "unfused":
                     cells[name, f"{training} img/s, {GPUS} GPUs"] = italic(total), "", ""

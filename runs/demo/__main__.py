@@ -101,8 +101,8 @@ def lengths(config: DemoConfig, at_once: int) -> tuple[int, int]:
 def choose_length(out: Path, depth: int, ranks: int, at_once: int, parts: list[str]) -> tuple[int, int]:
     """The steps and epochs that an earlier start chose for this folder, or those that take about five minutes here.
 
-    Models train for a few steps, as many side by side as later. Where a step takes longer, all models get fewer steps
-    and epochs.
+    Language models train for a few steps, as many side by side as later. Where a step takes longer, all models get
+    fewer steps and epochs.
     """
     path = out / FILE
     if path.exists():
@@ -110,18 +110,16 @@ def choose_length(out: Path, depth: int, ranks: int, at_once: int, parts: list[s
         return length["steps"], length["epochs"]
     folder = out / "timing"
     jobs = language.timing_jobs(out, folder, depth, TIMED_STEPS, ranks, at_once)
-    images = [vision.timing_job(folder)] if "vision" in parts else []
-    SideBySide([*jobs[:1], *images, *jobs[1:]], at_once).run()  # so that images are not timed alone
+    SideBySide(jobs, at_once).run()
     step = statistics.fmean(language.STEP_TOKENS / job.finish()["tokens_per_second"] for job in jobs)
-    seconds = [vision.num_images() / job.finish()["images_per_second"] for job in images]  # for an epoch
     shutil.rmtree(folder)
-    factor = step / (language.SECONDS_PER_STEP * depth / language.DEPTH)
+    slower = step / (language.SECONDS_PER_STEP * depth / language.DEPTH)  # than the machine of the constants
     models = len(language.VARIANTS)
-    fixed = models * (step * EVALUATING_STEPS + factor * (START_SECONDS + language.SECONDS_PER_SAMPLE))
+    fixed = models * (step * EVALUATING_STEPS + slower * (START_SECONDS + language.SECONDS_PER_SAMPLE))
     work = models * step * language.STEPS
-    for epoch in seconds:
-        fixed += factor * vision.MODELS * START_SECONDS
-        work += vision.MODELS * epoch * vision.EPOCHS
+    if "vision" in parts:
+        fixed += vision.MODELS * slower * START_SECONDS
+        work += vision.MODELS * slower * vision.SECONDS_PER_EPOCH * vision.EPOCHS
     fixed, work = OTHER_SECONDS + fixed / at_once, work / at_once
     share = min(1.0, max(0.1, (GOAL_SECONDS - fixed) / work))
     steps = 20 * max(1, round(share * language.STEPS / 20))

@@ -26,8 +26,7 @@ SIZES = ("parameters", "flops")  # equal for all seeds
 WARMUP_EPOCHS = 5
 IMAGE_SIZE, BATCH_SIZE = 16, 32
 EPOCHS, MODELS = 50, len(SEEDS) * len(KINDS)
-SECONDS_PER_EPOCH = 0.9  # on one core of two; it starts the estimate of what is left
-TIMED_EPOCHS = 2
+SECONDS_PER_EPOCH = 0.9  # on one core of two
 COLUMNS = {  # of a table of vision models: heading and format
     "parameters": ("parameters", "{:,}"),
     "flops": ("FLOPs/image", "{:.3e}"),
@@ -52,7 +51,7 @@ def train_jobs(out: Path, epochs: int, wandb: str) -> Jobs:
     return {kind.label: [train_job(kind, seed, epochs, *places, wandb) for seed in SEEDS] for kind in KINDS.values()}
 
 
-def train_job(kind: Kind, seed: int, epochs: int, folder: Path, results: Path, wandb: str = "disabled") -> Job:
+def train_job(kind: Kind, seed: int, epochs: int, folder: Path, results: Path, wandb: str) -> Job:
     """The command that trains a micro-ViT of this kind, with its run in `folder`."""
     tag = f"digits-{kind.label.lower()}-{epochs}-seed{seed}"
     flags = ["--model", model_name("tiny", kind.name), "--model-tag", tag, "--seed", seed]
@@ -67,11 +66,6 @@ def train_job(kind: Kind, seed: int, epochs: int, folder: Path, results: Path, w
         cost=START_SECONDS + SECONDS_PER_EPOCH * epochs,
         finish_keys=(*Trainer.FINISH_KEYS, "ema_top1"),
     )
-
-
-def timing_job(folder: Path) -> Job:
-    """The command that trains for a few epochs, to see how long one takes."""
-    return train_job(KINDS["gka"], 0, TIMED_EPOCHS, folder, folder / "timed.jsonl")
 
 
 def num_images() -> int:

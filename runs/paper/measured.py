@@ -111,17 +111,12 @@ def gpu_benchmark(results: Path = RESULTS) -> pd.DataFrame:
     return lines[lines.machine == machines[0]] if machines else lines
 
 
-def timed(benchmark: pd.DataFrame, label: str, batch: int, phase: str, role: str) -> dict[str, Any]:
-    """The metrics of the fastest line of a model's benchmark that was right; empty without one."""
-    case = f"deit-{label.split('-')[1].lower()}-b{batch}"
-    lines = benchmark[(benchmark.case == case) & (benchmark.phase == phase) & (benchmark.role == role)]
-    lines = lines[lines.status == "ok"]
-    return lines.loc[lines.median_ms.idxmin()].record["metrics"] if len(lines) else {}
-
-
-def fastest_inference(benchmark: pd.DataFrame, label: str, role: str) -> tuple[int | None, dict[str, Any]]:
-    """The batch of 32 to 512 with the most images per second, and its metrics; (None, {}) if none was timed."""
-    rates = {batch: timed(benchmark, label, batch, "inference", role) for batch in (32, 64, 128, 256, 512)}
-    rates = {batch: metrics for batch, metrics in rates.items() if metrics}
-    best = max(rates, key=lambda batch: rates[batch]["items_per_second"], default=None)
-    return best, rates.get(best, {})
+def fastest(benchmark: pd.DataFrame, label: str, phase: str, role: str, batch: str = "") -> dict[str, Any]:
+    """Batch and metrics of a model with the most images per second, at one batch or any; empty if none was right."""
+    case = f"deit-{label.split('-')[1].lower()}-b"
+    lines = benchmark[(benchmark.phase == phase) & (benchmark.role == role) & (benchmark.status == "ok")]
+    lines = lines[lines.case == case + batch if batch else lines.case.str.startswith(case)]
+    if lines.empty:
+        return {}
+    line = lines.loc[lines.items_per_second.idxmax()]
+    return {**line.record["metrics"], "batch": int(line.case.removeprefix(case))}

@@ -93,10 +93,8 @@ def test_the_papers_form_is_trained_beside_ours():
 def test_a_slow_machine_gets_fewer_steps_and_keeps_them(tmp_path, monkeypatch, slower, steps, epochs):
     """At the speed of the constants, all 400 steps and 50 epochs take 309 s of two cores, the rest 107 s."""
     pace = {"tokens_per_second": language.STEP_TOKENS / (language.SECONDS_PER_STEP * slower)}
-    pace["images_per_second"] = vision.num_images() / (vision.SECONDS_PER_EPOCH * slower)
     timed = SimpleNamespace(finish=lambda: pace)
     monkeypatch.setattr(language, "timing_jobs", lambda *_: [timed])
-    monkeypatch.setattr(vision, "timing_job", lambda folder: timed)
     monkeypatch.setattr(SideBySide, "run", lambda self: (tmp_path / "timing").mkdir())
     monkeypatch.setattr(vision, "MODELS", 6)
     chosen = demo.choose_length(tmp_path, language.DEPTH, 1, 2, ["language", "vision"])
