@@ -8,8 +8,8 @@
 
 If NANOCHAT_SRC or DEIT_SRC names a checkout, a bare repository or a folder of files, `vendor` takes that instead of the
 network. The patches have no context lines, and git would insert such lines by number alone. They are therefore applied
-to the versions of the files for which they were made, taken from the tree's history; the resulting diff, with context,
-is what `git apply` inserts into the tree: all lines, or none if a line does not fit.
+to the versions of the files for which they were made, taken from the tree's history, and both versions are merged with
+the tree's: all lines go in, or none if a line does not fit.
 """
 
 import argparse
@@ -52,7 +52,7 @@ def git(*arguments: str | Path, at: Path, stdin: bytes = b"", **variables: str) 
     if done.returncode:
         lines = done.stderr.decode(errors="replace").strip().splitlines() or ["git failed"]
         errors = [re.sub("^(error|fatal): ", "", line) for line in lines if line.startswith(("error: ", "fatal: "))]
-        raise PatchError("; ".join(line for line in errors if "patch does not apply" not in line) or lines[-1])
+        raise PatchError("; ".join(errors) or lines[-1])
     return done.stdout
 
 
@@ -99,83 +99,74 @@ def changed_files(upstream: Upstream, tree: Path) -> list[str]:
     return [path for path, blob in upstream.files().items() if ids.get(path, NO_FILE) != blob]
 
 
-def with_context(upstream: Upstream, tree: Path) -> bytes:
-    """The patches as one diff with context. Raises PatchError if the tree's history lacks a file before the patches."""
+def merged(upstream: Upstream, tree: Path, undo: bool = False) -> tuple[dict[Path, bytes], list[str]]:
+    """The files that inserting the patches, or with `undo` removing them, changes, with their new content.
+
+    A file that the patches create is empty without them. The second value are files with a line that does not fit.
+    Raises PatchError if the tree's history lacks a file before the patches.
+    """
+    changed, conflicts = {}, []
     with TemporaryDirectory() as name:
-        folder = Path(name)
-        git("init", "--quiet", at=folder, **NO_CONFIG)
+        before, after, ours = (Path(name) / part for part in ("before", "after", "ours"))
         for path, blob in upstream.files().items():
-            if blob != NO_FILE:
-                (folder / path).parent.mkdir(parents=True, exist_ok=True)
-                try:
-                    (folder / path).write_bytes(git("cat-file", "blob", blob, at=tree))
-                except PatchError:
-                    problem = f"its history lacks the {path} of {upstream.commit[:12]}"
-                    raise PatchError(f"{problem}: run git fetch, with --unshallow in a shallow clone") from None
-        git("add", "--all", at=folder, **NO_CONFIG)
-        git("apply", "--unidiff-zero", *upstream.patches, at=folder, **NO_CONFIG)
-        git("add", "--all", "--intent-to-add", at=folder, **NO_CONFIG)
-        diff = git("diff", "--full-index", at=folder, **NO_CONFIG)
-        return re.sub(rb"(?m)^(index \S+) \d+$", rb"\1", diff)  # without file modes: those of the tree stay
+            (before / path).parent.mkdir(parents=True, exist_ok=True)
+            try:
+                (before / path).write_bytes(b"" if blob == NO_FILE else git("cat-file", "blob", blob, at=tree))
+            except PatchError:
+                problem = f"its history lacks the {path} of {upstream.commit[:12]}"
+                raise PatchError(f"{problem}: run git fetch, with --unshallow in a shallow clone") from None
+        new = shutil.ignore_patterns(*(Path(path).name for path, blob in upstream.files().items() if blob == NO_FILE))
+        shutil.copytree(before, after, ignore=new)
+        git("apply", "--unidiff-zero", *upstream.patches, at=after, **NO_CONFIG)
+        base, other = (after, before) if undo else (before, after)
+        for path in upstream.files():
+            content = (tree / path).read_bytes() if (tree / path).is_file() else b""
+            ours.write_bytes(content)
+            try:
+                result = git("merge-file", "-p", ours, base / path, other / path, at=Path(name))
+            except PatchError:
+                conflicts.append(path)
+            else:
+                changed |= {tree / path: result} if result != content else {}
+    return changed, conflicts
 
 
-class Patching:
-    """The patches of an upstream, and a tree into which they are inserted or from which they are removed."""
-
-    def __init__(self, upstream: Upstream, tree: Path):
-        self.tree, self.changed, self.diff = tree, changed_files(upstream, tree), with_context(upstream, tree)
-
-    def run(self, *flags: str) -> None:
-        """Apply, or with "--reverse" remove, the patches: all of them, or none with a PatchError.
-
-        In another version of the files one line of context on each side must match.
-        """
-        context = ["-C1"] if self.changed else []
-        git("apply", "--whitespace=nowarn", *context, *flags, at=self.tree, stdin=self.diff)
-
-    def fits(self, *direction: str) -> bool:
-        """Whether the patches can be applied or, with "--reverse", removed."""
-        try:
-            self.run("--check", *direction)
-        except PatchError:
-            return False
-        return True
+def write(files: dict[Path, bytes]) -> None:
+    """Write the files, and delete those that are empty."""
+    for path, content in files.items():
+        if content:
+            path.write_bytes(content)
+        else:
+            path.unlink()
 
 
 def apply(upstream: Upstream, tree: Path, merge: bool) -> None:
     """Insert the patches' lines. Raises PatchError, with nothing written, if one does not fit or needs `merge`."""
-    patching = Patching(upstream, tree)
-    if patching.fits("--reverse"):
-        print(f"{tree}: already patched")
-        return
-    needs_merge = bool(patching.changed) and not merge
+    other_version = changed_files(upstream, tree)
     versions = f"the tree is at {commit_of(tree)}, the patches are for {upstream.commit[:12]}"
     pin = f"git -C {tree} checkout {upstream.commit[:12]}"
-    try:
-        patching.run(*(["--check"] if needs_merge else []))
-    except PatchError as error:
-        advice = f"{versions}; take that commit: {pin}" if patching.changed else "undo your changes there first"
-        raise PatchError(f"not all insertions fit ({error}), so nothing was changed; {advice}") from None
-    if needs_merge:
+    files, conflicts = merged(upstream, tree)
+    if conflicts:
+        advice = f"{versions}; take that commit: {pin}" if other_version else "undo your changes there first"
+        raise PatchError(f"not all insertions fit ({', '.join(conflicts)}), so nothing was changed; {advice}")
+    if files and other_version and not merge:
         raise PatchError(
-            f"{versions}, and {', '.join(patching.changed)} changed in between; all insertions find a place: "
+            f"{versions}, and {', '.join(other_version)} changed in between; all insertions find a place: "
             f"insert them with --merge, and test; or take that commit: {pin}"
         )
-    print(f"{tree}: {len(upstream.files())} files patched")
+    write(files)
+    print(f"{tree}: {len(files)} files patched" if files else f"{tree}: already patched")
 
 
 def reverse(upstream: Upstream, tree: Path) -> None:
     """Remove the patches' lines. Raises PatchError, with nothing written, if they are not there as they were made."""
-    patching = Patching(upstream, tree)
-    if patching.fits():
-        print(f"{tree}: not patched")
-        return
-    try:
-        patching.run("--reverse")
-    except PatchError as error:
-        advice = "undo your changes there first"
-        raise PatchError(f"the patches are not all there ({error}), so nothing was changed; {advice}") from None
-    print(f"{tree}: patches taken out of {len(upstream.files())} files")
+    changed_files(upstream, tree)  # which raises for what is not a tree
+    files, conflicts = merged(upstream, tree, undo=True)
+    if conflicts:
+        where = f"the patches are not all there ({', '.join(conflicts)})"
+        raise PatchError(f"{where}, so nothing was changed; undo your changes there first")
+    write(files)
+    print(f"{tree}: patches taken out of {len(files)} files" if files else f"{tree}: not patched")
 
 
 def show(upstream: Upstream, tree: Path) -> None:

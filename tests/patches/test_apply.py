@@ -120,6 +120,8 @@ def test_lines_go_in_are_shown_and_come_out(project, source):
     assert "taken out of 3 files" in call(project, "reverse") and "not patched" in call(project, "reverse")
     assert files(tree) == before and git(tree, "status", "--porcelain") == ""
     call(project, "apply")
+    (tree / "train.py").write_bytes(before["train.py"])  # as if a run had ended before this file
+    assert "1 files patched" in call(project, "apply") and files(tree) == patched
     commit(tree)
     assert "already patched" in call(project, "apply")
     call(project, "reverse")
@@ -164,7 +166,7 @@ def test_version_without_a_place_stays_unchanged(project, source):
     before = files(source)
     for flags in ([], ["--merge"]):
         message = in_source(project, "apply", *flags, code=2)
-        assert "not all insertions fit (patch failed: lib/model.py:14)" in message and "git -C" in message
+        assert "not all insertions fit (lib/model.py)" in message and "git -C" in message
         assert files(source) == before
 
 
