@@ -62,7 +62,6 @@ class Job:
     finish_keys: tuple[str, ...] = ()
     environment: dict[str, str] = field(default_factory=dict)
     process: subprocess.Popen | None = None
-    previous_output: int = 0  # characters that earlier starts printed
 
     def finish(self) -> dict[str, Any] | None:
         """The record at the end of a finished run's log."""
@@ -76,16 +75,13 @@ class Job:
 
     def printed(self) -> list[str]:
         """The lines that the newest start printed."""
-        output = (self.folder / OUTPUT).read_text(encoding="utf-8", errors="replace")
-        return output[self.previous_output :].strip().splitlines()
+        return (self.folder / OUTPUT).read_text(encoding="utf-8", errors="replace").strip().splitlines()
 
     def start(self, threads: int) -> None:
         """Start the command with this many threads; what it prints goes to OUTPUT in its folder."""
         self.folder.mkdir(parents=True, exist_ok=True)
         environment = {**os.environ, **self.environment, "OMP_NUM_THREADS": str(threads)}
-        with open(self.folder / OUTPUT, "a+", encoding="utf-8", errors="replace") as output:
-            output.seek(0)
-            self.previous_output = len(output.read())
+        with open(self.folder / OUTPUT, "wb") as output:
             streams = {"stdout": output, "stderr": subprocess.STDOUT}
             self.process = start(self.module, self.flags, self.ranks, env=environment, **streams)
 

@@ -8,7 +8,7 @@ Our cells are exact counts or finished runs of exactly that configuration (runs/
 """
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -262,16 +262,12 @@ def difference_of(base: Value, gka: Value) -> Value:
     return gka[0] - base[0], (base[1] ** 2 + gka[1] ** 2) ** 0.5
 
 
-def value_of(score: Score) -> Value:
-    return score.centered, score.standard_error
-
-
 def mean_of(scores: list[Score]) -> Value:
-    """The mean over the six tasks, and its standard error."""
+    """The mean over tasks, and its standard error."""
     return aggregate(scores)[1:]
 
 
-def core_cell(paper: Value, ours: Value | None, examples: tuple[str, str] = ("", ""), sign: str = "") -> Cell:
+def core_cell(paper: Value, ours: Value | None, examples: Sequence[str] = ("", ""), sign: str = "") -> Cell:
     """examples: how many each is of, in words."""
     if not ours:
         return f"*{with_error(paper, sign)}{examples[0]}*", NOT_RUN, ""
@@ -288,22 +284,17 @@ def core_subset(sources: Sources) -> PaperTable:
         if not ours[-1].keys() >= set(PAPER_TASKS):
             target = "eval-core" if model == "GKA" else "eval-core-base"
             commands += [LANGUAGE_COMMANDS[model], f"make {target} NGPU={GPUS}"]
-    columns = list(published.TABLES["core_subset"]["columns"].values())
+    *columns, delta = published.TABLES["core_subset"]["columns"].values()
     cells: dict[tuple[str, str], Cell] = {}
-    for task in PAPER_TASKS:
-        paper = [paper_score(task, column, GUESSING[task]) for column in (0, 1)]
-        mine = [scores.get(task) for scores in ours]
-        for heading, printed, score in zip(columns, paper, mine):
-            counts = tuple(f" (n = {each.examples:,})" if each else "" for each in (printed, score))
-            cells[task, heading] = core_cell(value_of(printed), score and value_of(score), counts)
-        both = difference_of(*map(value_of, mine)) if all(mine) else None
-        cells[task, columns[2]] = core_cell(difference_of(*map(value_of, paper)), both, sign="+")
-    papers = [mean_of([paper_score(task, column, GUESSING[task]) for task in PAPER_TASKS]) for column in (0, 1)]
-    means = [mean_of([s[task] for task in PAPER_TASKS]) if s.keys() >= set(PAPER_TASKS) else None for s in ours]
-    for heading, mean, paper, mine in zip(columns, PAPER_MEAN, papers, means):
-        cells["mean", heading] = core_cell((mean, paper[1]), mine)
-    both = difference_of(*means) if all(means) else None
-    cells["mean", columns[2]] = core_cell(difference_of(*papers), both, sign="+")
+    for row, tasks in {**{task: (task,) for task in PAPER_TASKS}, "mean": PAPER_TASKS}.items():
+        paper = [[paper_score(task, column, GUESSING[task]) for task in tasks] for column in (0, 1)]
+        mine = [[scores[task] for task in tasks] if scores.keys() >= set(tasks) else [] for scores in ours]
+        for heading, printed, scores, mean in zip(columns, paper, mine, PAPER_MEAN):
+            value = (mean, mean_of(printed)[1]) if row == "mean" else mean_of(printed)
+            counts = [f" (n = {each[0].examples:,})" if len(each) == 1 else "" for each in (printed, scores)]
+            cells[row, heading] = core_cell(value, scores and mean_of(scores), counts)
+        both = difference_of(*map(mean_of, mine)) if all(mine) else None
+        cells[row, delta] = core_cell(difference_of(*map(mean_of, paper)), both, sign="+")
     notes = ["± is one standard error, from the n of each column.", CORPUS]
     return PaperTable("core_subset", cells, notes, commands, about="Task")
 
@@ -351,7 +342,7 @@ def core() -> list[Table]:
         scores = [*ours, gpt2, *(paper_score(task, model, GUESSING[task]) for model in range(2))]
         for column, score in zip(columns, scores):
             column.append(score)
-        cells = [with_error(value_of(score)) for score in scores]
+        cells = [with_error(mean_of([score])) for score in scores]
         rows.append([task, str(ours[0].examples), *cells[: len(ours)], *map("*{}*".format, cells[len(ours) :])])
     marks = ["**{}**"] * len(records) + ["*{}*"] * len(references)
     means = [mark.format(with_error(mean_of(column))) for mark, column in zip(marks, columns)]

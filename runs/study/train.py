@@ -12,7 +12,6 @@ python -m runs.study.train --images hf:path/to/cifar10      vision transformers 
 """
 
 import hashlib
-import itertools
 import json
 import math
 import os
@@ -384,7 +383,7 @@ def image_copies(data: str, base: Path) -> tuple[Path, dict[str, Any]]:
     identity |= {"held out": math.ceil(HELD_OUT * identity["train images"]), "sha256": digest.hexdigest()}
     folder = base / f"{name}-{digest.hexdigest()[:8]}"
     manifest = folder / "manifest.json"
-    if not manifest.exists() or read_json(manifest, "manifest of copied images") != identity:
+    if not manifest.exists():
         console.print(f"making copies in {folder}", highlight=False)
         shutil.rmtree(folder, ignore_errors=True)
         for split, source in sources.items():
@@ -431,16 +430,15 @@ class Runner(SideBySide):
         return [training for training in self.jobs if training.key not in over]
 
     def show(self) -> None:
-        """Print every cell that is left, with its time by the median speed of the finished ones."""
+        """Print every cell that is left, and the time of all by the median speed of the finished ones."""
         remaining, speeds = self.remaining(), []
         for metrics in (row["metrics"] for row in read_lines(self.results) if row.get("kind") == self.kind):
             if speed := metrics.get("images_per_second") or metrics.get("tokens_per_second"):
                 speeds.append(speed * metrics.get("flops_per_token", 1))
-        times = [training.cost / statistics.median(speeds) for training in remaining] if speeds else []
-        for training, seconds in itertools.zip_longest(remaining, times):
-            text = "?" if seconds is None else clock_text(seconds)
-            console.print(f"{training.key}  {text}  {training.name}", highlight=False, markup=False)
-        total = f", {clock_text(sum(times))} of one training at a time" if times else ""
+        for training in remaining:
+            console.print(f"{training.key}  {training.name}", highlight=False, markup=False)
+        seconds = sum(training.cost for training in remaining) / statistics.median(speeds) if speeds else 0
+        total = f", {clock_text(seconds)} of one training at a time" if speeds else ""
         console.print(f"{len(remaining)} of {len(self.jobs)} left{total}.", highlight=False)
 
     def may_start(self, training: Training) -> bool:

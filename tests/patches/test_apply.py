@@ -160,17 +160,7 @@ def test_other_sources_and_trees_are_refused(project, source, unpacked):
     assert "git is not installed" in call(project, "vendor", src=source, code=2, PATH="/nowhere")
 
 
-def test_version_without_a_place_stays_unchanged(project, source):
-    (source / "lib" / "model.py").write_text(MODEL.replace("return 5\n", "return 55\n"))
-    commit(source)
-    before = files(source)
-    for flags in ([], ["--merge"]):
-        message = in_source(project, "apply", *flags, code=2)
-        assert "not all insertions fit (lib/model.py)" in message and "git -C" in message
-        assert files(source) == before
-
-
-def test_version_with_every_place_needs_merge(project, source):
+def test_another_version_needs_merge(project, source):
     (source / "lib" / "model.py").write_text('"""More above."""\n\n\n' + MODEL)
     commit(source)
     before = files(source)
@@ -183,25 +173,27 @@ def test_version_with_every_place_needs_merge(project, source):
     assert git(source, "status", "--porcelain") == status
     in_source(project, "reverse")
     assert files(source) == before
+    (source / "lib" / "model.py").write_text(MODEL.replace("return 5\n", "return 55\n"))  # there is no place
+    commit(source)
+    before = files(source)
+    message = in_source(project, "apply", "--merge", code=2)
+    assert "not all insertions fit (lib/model.py)" in message and "git -C" in message and files(source) == before
 
 
 @pytest.mark.parametrize("action, path", [("apply", "lib/model.py"), ("apply", "lib/new.py"), ("reverse", "train.py")])
 def test_users_own_changes_stay(project, source, action, path):
-    if action == "reverse":
-        in_source(project, "apply")
-    (source / path).write_text("mine\n")
-    before = files(source)
-    message = in_source(project, action, code=2)
-    assert path in message and "undo your changes there first" in message
-    assert files(source) == before
-
-
-def test_users_own_changes_elsewhere_in_a_file_stay(project, source):
+    """Those elsewhere in a file, too."""
     (source / "lib" / "model.py").write_text(MODEL.replace("return 2\n", "return 22\n"))
     before = files(source)
     in_source(project, "apply")
     assert files(source)["lib/model.py"].decode() == PATCHED.replace("return 2\n", "return 22\n")
-    in_source(project, "reverse")
+    if action == "apply":
+        in_source(project, "reverse")
+        assert files(source) == before
+    (source / path).write_text("mine\n")
+    before = files(source)
+    message = in_source(project, action, code=2)
+    assert path in message and "undo your changes there first" in message
     assert files(source) == before
 
 
