@@ -1,7 +1,7 @@
 """Tables 1 to 8 of the paper beside ours: as printed, as counted and measured here, and the difference.
 
-    python -m runs.tables                                  on the terminal, without differences and what was not run
-    python -m runs.tables --format markdown --only 2 6     two of them for a page, with everything
+    python -m runs.tables                                  on the terminal
+    python -m runs.tables --format markdown --only 2 6     two of them for a page
     python -m runs.tables --write                          writes the tables of the repository's pages; --check checks
 
 Our cells are exact counts or finished runs of exactly that configuration (runs/paper/measured.py).
@@ -31,7 +31,6 @@ from trainkit_gka.files import check_named
 
 PAPER, OURS, DIFFERENCE = "Paper", "Ours", "Ours - paper"
 HYBRID = "deit_tiny_gka_patch16_224-GGGA"  # the name of its run
-MAIN = (2, 3, 6, 8)  # come first; the others need mostly runs that nobody made
 TERMINAL = 80  # letters of a line
 LANGUAGE_COMMANDS = {
     "nanochat_base": f"make pretrain-d20-base NGPU={GPUS}",
@@ -70,35 +69,31 @@ class PaperTable:
     about: str = "Model"
     long: bool = False
 
-    def table(self, everything: bool = True) -> Table:
-        """everything: with the differences and with what was not run."""
+    def table(self) -> Table:
         printed = published.TABLES[self.name]
-        dash = NOT_RUN if everything else "–"
         notes = [" ".join([*printed["notes"], *self.remarks])]
         if self.commands:
             commands = ", ".join(f"`{command}`" for command in dict.fromkeys(self.commands))
-            notes.append(f'Cells with "{dash}" are filled by {commands}.')
+            notes.append(f'Cells with "{NOT_RUN}" are filled by {commands}.')
         title = f"Table {printed['number']} of the paper, beside ours. {printed['caption']}"
-        rows, headings = self._long(everything) if self.long else self._wide(everything)
-        rows = [[dash if cell == NOT_RUN else cell for cell in row] for row in rows]
-        return Table.of(headings, rows, title=title, notes=notes, words=2)
+        if self.long:
+            rows, headings = (
+                [[*names, *cell] for names, cell in self.cells.items()],
+                ["Measure", PAPER, OURS, DIFFERENCE],
+            )
+        else:
+            rows, headings = self._wide()
+        return Table.of([self.about, *headings], rows, title=title, notes=notes, words=2)
 
-    def _long(self, everything: bool) -> tuple[list[Row], Row]:
-        width = 5 if everything else 4
-        headings = [self.about, "Measure", PAPER, OURS, DIFFERENCE]
-        rows = [[*names, *cell] for names, cell in self.cells.items() if everything or cell[1] not in ("", NOT_RUN)]
-        return [row[:width] for row in rows], headings[:width]
-
-    def _wide(self, everything: bool) -> tuple[list[Row], Row]:
+    def _wide(self) -> tuple[list[Row], Row]:
         """A line for the paper, ours and the difference, and a column for each measure, as the paper has them."""
         names, columns = (list(dict.fromkeys(key[place] for key in self.cells)) for place in (0, 1))
         rows = []
         for name, (place, source) in itertools.product(names, enumerate((PAPER, OURS, DIFFERENCE))):
             line = [self.cells.get((name, column), ("", "", ""))[place] for column in columns]
-            empty = {""} if everything else {"", NOT_RUN}
-            if not set(line) <= empty and (everything or source != DIFFERENCE):
+            if any(line):
                 rows.append([name, source, *line])
-        return rows, [self.about, "", *columns]
+        return rows, ["", *columns]
 
 
 def italic(printed: str) -> str:
@@ -393,9 +388,9 @@ class TablesConfig:
     base: Path = Path("out")
     """Folder of all outputs: finished runs are read from BASE/results.jsonl, scores from BASE/core."""
     format: Literal["terminal", "markdown"] = "terminal"
-    """How the tables are written; the terminal's leave out differences and rows that were not run."""
+    """How the tables are written."""
     only: list[int] = field(default_factory=list)
-    """Numbers of the tables to print, in this order; empty = all, 2, 3, 6 and 8 first."""
+    """Numbers of the tables to print, in this order; empty = all."""
     write: bool = False
     """Bring the tables of the repository's pages up to date, and print none."""
     check: bool = False
@@ -414,12 +409,12 @@ def main(config: TablesConfig) -> None:
     if config.write or config.check:
         pages.write(TABLES, PAGES, "python -m runs.tables --write", config.check)
         return
-    for number in config.only or sorted(BUILDERS, key=lambda number: (number not in MAIN, number)):
-        table = BUILDERS[number](Sources(config.base))
+    for number in config.only or BUILDERS:
+        table = BUILDERS[number](Sources(config.base)).table()
         if config.format == "markdown":
-            print(table.table().markdown(), end="\n\n")
+            print(table.markdown(), end="\n\n")
         else:
-            table.table(everything=False).show(TERMINAL)
+            table.show(TERMINAL)
 
 
 if __name__ == "__main__":

@@ -154,7 +154,7 @@ class Task:
     names: list[str]
     train: Examples
     test: Examples
-    guess: float  # accuracy of the most frequent label
+    settings: dict[str, Any]  # facts of a row that do not decide which training it is
 
     @classmethod
     def prepare(cls, config: TextClassifierConfig) -> "Task":
@@ -165,14 +165,12 @@ class Task:
             rows = (tokenizer.encode_document(text)[: TRAINING["max_tokens"]].astype("int64") for text in texts)
             return Examples(list(map(torch.from_numpy, rows)), torch.tensor(labels), tokenizer.vocab_size)
 
-        return cls(names, encode(*train), encode(*test), max(Counter(test[1]).values()) / len(test[1]))
-
-    def settings(self) -> dict[str, Any]:
-        """Facts of a row that do not decide which training it is."""
-        lengths = torch.tensor([len(row) for row in self.train.ids])
-        shape = {"width": WIDTH, "depth": DEPTH, "heads": HEADS, "dropout": DROPOUT, "weight_decay": WEIGHT_DECAY}
-        data = {"labels": self.names, "train": len(self.train.ids), "test": len(self.test.ids), "guess": self.guess}
-        return {**shape, **data, "median_tokens": lengths.median().item(), "python": platform.python_version()}
+        examples, held_out = encode(*train), encode(*test)
+        settings = {"width": WIDTH, "depth": DEPTH, "heads": HEADS, "dropout": DROPOUT, "weight_decay": WEIGHT_DECAY}
+        settings |= {"labels": names, "train": len(examples.ids), "test": len(held_out.ids)}
+        settings["guess"] = max(Counter(test[1]).values()) / len(test[1])  # accuracy of the most frequent label
+        settings["median_tokens"] = torch.tensor([len(row) for row in examples.ids]).median().item()
+        return cls(names, examples, held_out, {**settings, "python": platform.python_version()})
 
 
 def build(kind: Form, task: Task, max_tokens: int) -> torch.nn.Module:
@@ -282,10 +280,12 @@ def main(config: TextClassifierConfig) -> None:
             raise UserError(f"{has}, this is {platform.python_version()}; give another file with --results")
         task = Task.prepare(config)
         about = f"{len(task.train.ids):,} texts to train on, {len(task.test.ids):,} held out, {len(task.names)} labels"
-        console.print(f"{about} ({', '.join(task.names)}); always the commonest: {task.guess:.1%}", highlight=False)
+        console.print(
+            f"{about} ({', '.join(task.names)}); always the commonest: {task.settings['guess']:.1%}", highlight=False
+        )
         for case in missing:
             numbers = train(case, task)
-            append_result(config.results, KIND, {**task.settings(), "case": case}, numbers, torch.device("cpu"))
+            append_result(config.results, KIND, {**task.settings, "case": case}, numbers, torch.device("cpu"))
     table(records_of(config.results, config)).show()
 
 
