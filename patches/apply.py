@@ -109,14 +109,14 @@ def merged(upstream: Upstream, tree: Path, undo: bool = False) -> tuple[dict[Pat
     with TemporaryDirectory() as name:
         before, after, ours = (Path(name) / part for part in ("before", "after", "ours"))
         for path, blob in upstream.files().items():
-            (before / path).parent.mkdir(parents=True, exist_ok=True)
             try:
-                (before / path).write_bytes(b"" if blob == NO_FILE else git("cat-file", "blob", blob, at=tree))
+                content = b"" if blob == NO_FILE else git("cat-file", "blob", blob, at=tree)
             except PatchError:
                 problem = f"its history lacks the {path} of {upstream.commit[:12]}"
                 raise PatchError(f"{problem}: run git fetch, with --unshallow in a shallow clone") from None
-        new = shutil.ignore_patterns(*(Path(path).name for path, blob in upstream.files().items() if blob == NO_FILE))
-        shutil.copytree(before, after, ignore=new)
+            for folder in (before, after) if content else (before,):
+                (folder / path).parent.mkdir(parents=True, exist_ok=True)
+                (folder / path).write_bytes(content)
         git("apply", "--unidiff-zero", *upstream.patches, at=after, **NO_CONFIG)
         base, other = (after, before) if undo else (before, after)
         for path in upstream.files():
