@@ -22,8 +22,9 @@ from nanochat_gka.core_metric.scoring import BATCH_TOKENS, TaskScorer
 from nanochat_gka.model.checkpoints import load
 from trainkit_gka.cli import Bounds, CountOrAll, UserError, run
 from trainkit_gka.distributed import Runtime, running
+from trainkit_gka.files import check_writable
 from trainkit_gka.progress import console, progress_bar
-from trainkit_gka.results import append_result, check_appendable, read_results
+from trainkit_gka.results import append_result, read_results
 
 HUGGING_FACE_SHARE = 4  # of BATCH_TOKENS: their models compute the logits of all tokens
 
@@ -97,7 +98,7 @@ def evaluate(config: CoreConfig, runtime: Runtime) -> list[str]:
     limits = {"max_per_task": config.max_per_task, "max_seq_len": max_seq_len}
     label = loaded.name if loaded.step is None else f"{loaded.name}_step{loaded.step:06d}"
     file = ScoreFile(config.out / f"{label}.jsonl", model | limits, runtime)
-    runtime.agree(lambda: check_appendable(file.path))
+    runtime.agree(lambda: check_writable(file.path))
     batch_tokens = config.batch_tokens or BATCH_TOKENS[device.type] // (HUGGING_FACE_SHARE if hf_path else 1)
     scorer = TaskScorer(loaded.model, loaded.tokenizer, runtime, max_seq_len, batch_tokens)
     known, problems = file.scores(every), []

@@ -100,16 +100,14 @@ def load_newest(folder: Path, warn=print) -> Checkpoint | None:
     """
     while candidates := newest_first(folder):
         for path in candidates:
-            damage = find_damage(path)
             try:
-                if damage is None:
-                    return load(path, verify=False)
-            except (OSError, UserError):
-                if path.exists():
+                return load(path)
+            except (OSError, UserError) as error:
+                if not os.path.lexists(path):  # a training has deleted it meanwhile, and saved another
+                    break
+                if isinstance(error, OSError):
                     raise
-            if not os.path.lexists(path):  # a training has deleted it meanwhile, and saved another
-                break
-            warn(f"warning: checkpoint {path} is damaged ({damage}); falling back to the one before it")
+                warn(f"warning: {error}; falling back to the one before it")
         else:
             raise UserError(f"every checkpoint in {folder} is damaged; delete the folder to start over")
     return None

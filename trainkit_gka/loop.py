@@ -23,7 +23,7 @@ from trainkit_gka.files import check_writable, locked
 from trainkit_gka.plan import show_plan
 from trainkit_gka.profiling import Profiler
 from trainkit_gka.progress import LOG, RunLog, check_charts, progress_bar, read_events
-from trainkit_gka.results import append_result, check_appendable, date_of, describe_hardware, read_results
+from trainkit_gka.results import append_result, date_of, describe_hardware, read_results
 from trainkit_gka.run_config import RunConfig
 from trainkit_gka.trainer import Trainer
 
@@ -37,31 +37,23 @@ def launch(config: RunConfig, make_trainer: Callable[[Any, Runtime, Checkpoint |
     config.check()
     signals.outlive_readers()
     with running(config.device_type, config.seed) as runtime, contextlib.ExitStack() as cleanup:
-        if config.dry_run:
-            path = find_newest(config, runtime)
-            trainer = runtime.agree(lambda: make_trainer(config, runtime, resume(config, path)))
-            cleanup.callback(trainer.close)
-            Profiler(trainer)  # checks --profile
-            check_charts(config)
-            check_writable(config.results)
-            show_plan(trainer, runtime.agree(lambda: trainer.check() if runtime.is_main else {}))
-            return
 
         def hold() -> None:
-            if runtime.is_main:
+            if not config.dry_run:
                 cleanup.enter_context(locked(config.folder, "training in"))
-                check_appendable(config.results)
+            check_charts(config)
+            check_writable(config.results)
 
-        def prepare() -> tuple[Trainer, RunLog, Profiler]:
-            trainer = make_trainer(config, runtime, resume(config, path))
-            log = RunLog(config, trainer.state["step"], runtime.is_main)
-            cleanup.callback(log.close)
-            return trainer, log, Profiler(trainer)
-
-        runtime.agree(hold)
+        runtime.agree(lambda: hold() if runtime.is_main else None)
         path = find_newest(config, runtime)
-        trainer, log, profiler = runtime.agree(prepare)
+        trainer = runtime.agree(lambda: make_trainer(config, runtime, resume(config, path)))
         cleanup.callback(trainer.close)
+        profiler = runtime.agree(lambda: Profiler(trainer))
+        if config.dry_run:
+            show_plan(trainer, runtime.agree(lambda: trainer.check() if runtime.is_main else {}))
+            return
+        log = runtime.agree(lambda: RunLog(config, trainer.state["step"], runtime.is_main))
+        cleanup.callback(log.close)
         runtime.check_same(trainer.data_hashes)
         runtime.broadcast(trainer.model.parameters())
         if runtime.any(log.enabled and finish_record(config.folder, trainer.FINISH_KEYS, trainer.steps) is not None):

@@ -49,7 +49,6 @@ class RunLog:
         self.path = config.folder / LOG
         if not enabled:
             return
-        check_charts(config)
         # A checkpoint is written after its step's lines; at step 0 everything runs again.
         lines = [line for line in read_events(self.path) if resume_step and line["step"] <= resume_step]
         with atomic(self.path) as temporary:

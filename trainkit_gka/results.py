@@ -99,12 +99,6 @@ def date_of(seconds: float | None = None) -> str:
     return time.strftime("%Y-%m-%d %H:%M", time.gmtime(seconds))
 
 
-def check_appendable(path: Path) -> None:
-    """Raises OSError if `path` cannot be appended to; for a check before a long run."""
-    Path(path).parent.mkdir(parents=True, exist_ok=True)
-    open(path, "ab").close()
-
-
 def read_results(path: Path, *keys: str) -> list[dict[str, Any]]:
     """The records that `append_result` wrote to `path` whose metrics have all `keys`; other lines are skipped."""
     lines = [line for line in read_lines(path) if isinstance(line.get("config"), dict)]

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-import gka
 from sources import ENTRY_POINT, ROOT
 from trainkit_gka.console import GROUP, main
 from trainkit_gka.extras import MissingExtra, require_version
@@ -63,7 +62,3 @@ def test_an_older_version_is_named(monkeypatch):
         require_version(__name__, "hf", "transformers", "5.23")
     with pytest.raises(MissingExtra, match=r"transformers 5\.9\.1 is older than 5\.23"):
         require_version(__name__, "hf", "transformers", "5.23")
-
-
-def test_the_citation_names_the_version():
-    assert f"\nversion: {gka.__version__}\n" in (ROOT / "CITATION.cff").read_text()

@@ -8,6 +8,7 @@ import signal
 import sys
 import time
 from dataclasses import replace
+from pathlib import Path
 from unittest.mock import Mock
 
 import psutil
@@ -208,6 +209,7 @@ def test_what_cannot_run_is_refused_before_training(config, monkeypatch):
         patched.delenv("HOME", raising=False)
         launch(config, wandb="offline")
     refused = [("--profile", dict(profile=steps)) for steps in ("ten", "6-5", "5-99")]
+    refused += [("Is a directory", dict(results=config.out)), ("Not a directory", dict(results=Path(__file__) / "a"))]
     for package, settings in (("tensorboard", dict(tensorboard=True)), ("wandb", dict(wandb="offline"))):
         monkeypatch.setitem(sys.modules, package, None)
         refused += [(rf"gka\[{package}\]", settings)]
@@ -215,10 +217,6 @@ def test_what_cannot_run_is_refused_before_training(config, monkeypatch):
         with tiny.one_line_error(message):
             launch(config, **settings)
     with locked(config.folder, "training in"), tiny.one_line_error("another process is training in "):
-        launch(config)
-    config.results.unlink()
-    config.results.mkdir()
-    with tiny.one_line_error("results.jsonl: Is a directory"):
         launch(config)
     assert not events(config, "train")
 

@@ -230,30 +230,22 @@ def test_result_line_names_commit_command_and_hardware(tmp_path):
 
 
 def test_the_commit_is_that_of_the_start_and_a_changed_kernel_is_marked(tmp_path, monkeypatch):
-    monkeypatch.setattr(results, "PROJECT", tmp_path)
-
-    def not_installed(name):
-        raise importlib.metadata.PackageNotFoundError(name)
-
     def git(*words):
         subprocess.run(["git", "-C", tmp_path, "-c", "user.name=a", "-c", "user.email=a@b", *words], check=True)
 
-    for name in ("kernel.cpp", "tiles.h"):
-        (tmp_path / name).write_text("// 1")
+    (tmp_path / "kernel.cpp").write_text("// 1")
     git("init", "-q")
     git("add", ".")
     git("commit", "-qm", "a")
+    monkeypatch.setattr(results, "PROJECT", tmp_path)
     results.git_commit.cache_clear()
     first = results.git_commit()
-    with monkeypatch.context() as copied:
-        copied.setattr(results, "PROJECT", tmp_path / "copy")
-        assert results.git_commit.__wrapped__().endswith(", installed")
-        copied.setattr("importlib.metadata.version", not_installed)
-        assert results.git_commit.__wrapped__() == "unknown"
-    (tmp_path / "notes.md").touch()
-    assert results.git_commit.__wrapped__() == first != "unknown"
-    for name in ("kernel.cpp", "tiles.h", "new.py"):
-        (tmp_path / name).write_text("// 2")
-        assert results.git_commit.__wrapped__() == f"{first}+" and results.git_commit() == first
-        git("stash", "-uq", "--", name)
+    for changed, mark in (("notes.md", ""), ("new.py", "+"), ("kernel.cpp", "+")):
+        (tmp_path / changed).write_text("// 2")
+        assert results.git_commit.__wrapped__() == first + mark and results.git_commit() == first != "unknown"
+        git("stash", "-uq")
+    monkeypatch.setattr(results, "PROJECT", tmp_path / "copy")
+    assert results.git_commit.__wrapped__().endswith(", installed")
+    monkeypatch.setattr("importlib.metadata.version", Mock(side_effect=importlib.metadata.PackageNotFoundError))
+    assert results.git_commit.__wrapped__() == "unknown"
     results.git_commit.cache_clear()
