@@ -107,8 +107,8 @@ def read_results(path: Path, *keys: str) -> list[dict[str, Any]]:
 
 def append_result(
     path: Path, kind: str, config: dict[str, Any], metrics: dict[str, Any], device: torch.device, world_size: int = 1
-) -> dict[str, Any]:
-    """Append a record to the JSON-lines file `path` and return it."""
+) -> None:
+    """Append a run's record to the JSON-lines file `path`."""
     record = {
         "kind": kind,
         "date": date_of(),
@@ -121,7 +121,6 @@ def append_result(
         "metrics": metrics,
     }
     append_line(path, record)
-    return record
 
 
 def append_line(path: Path, record: dict[str, Any]) -> None:

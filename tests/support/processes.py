@@ -6,7 +6,6 @@ server of loading workers is forked too, before there are threads; a fork after 
 
 import atexit
 import contextlib
-import ctypes
 import gc
 import itertools
 import multiprocessing
@@ -31,7 +30,6 @@ from sources import ROOT
 from trainkit_gka import workers
 from trainkit_gka.cli import UserError
 
-CLONE_NEWNS, MS_REC, MS_PRIVATE = 0x20000, 0x4000, 0x40000  # of Linux
 HANG_AFTER = 1200  # seconds; tells a hang from a machine that has twenty other things to do
 LIBRARIES = [
     *("deit_gka.training.images", "deit_gka.training.optim", "deit_gka.model.warm_start"),
@@ -56,22 +54,12 @@ def without_account(home: Path) -> dict[str, str]:
     return {**variables, "HOME": str(home), "NETRC": str(home / "none")}
 
 
-def mount_shared_memory(options: str) -> None:
-    """Mount a /dev/shm for this process alone. Raises OSError where that takes a right that it lacks."""
-    system = ctypes.CDLL(None, use_errno=True)
-    alone = system.unshare(CLONE_NEWNS) == 0 == system.mount(None, b"/", None, MS_REC | MS_PRIVATE, None)
-    if not alone or system.mount(b"tmpfs", b"/dev/shm", b"tmpfs", 0, options.encode()):
-        raise OSError(ctypes.get_errno(), "cannot mount /dev/shm")
-
-
-def _run(module: str, argv: list[str], environment: dict[str, str | None], output: str, errors: str, shm: str) -> None:
+def _run(module: str, argv: list[str], environment: dict[str, str | None], output: str, errors: str) -> None:
     gc.freeze()  # the libraries stay
     for path, descriptor in ((output, 1), (errors, 2)):
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), descriptor)
     for name in environment:
         os.environ.pop(name, None)
-    if shm:
-        mount_shared_memory(shm)
     os.environ.update({name: value for name, value in environment.items() if value is not None})
     tempfile.tempdir = None  # it is looked for anew, in this environment
     multiprocessing.current_process()._config.pop("tempdir", None)
@@ -118,12 +106,10 @@ def server():
 class Running:
     """Processes of one command, one for each rank, with their output so far.
 
-    env: their variables, set after the libraries were imported. shm: the options of a /dev/shm of their own.
+    env: their variables, set after the libraries were imported.
     """
 
-    def __init__(
-        self, module: str, *flags, ranks: int = 1, folder: Path, env: dict[str, str] | None = None, shm: str = ""
-    ):
+    def __init__(self, module: str, *flags, ranks: int = 1, folder: Path, env: dict[str, str] | None = None):
         folder.mkdir(parents=True, exist_ok=True)
         self.out, self.err = folder / "stdout", folder / "stderr"
         for path in (self.out, self.err):
@@ -137,7 +123,7 @@ class Running:
         for rank in range(ranks):
             places = {**group, "RANK": rank, "LOCAL_RANK": rank} if ranks > 1 else {}
             variables = without_kernel() | changed | {name: str(value) for name, value in places.items()}
-            arguments = (module, [*map(str, flags)], variables, str(self.out), str(self.err), shm)
+            arguments = (module, [*map(str, flags)], variables, str(self.out), str(self.err))
             self.processes.append(server().Process(target=_run, args=arguments))
             self.processes[-1].start()
 

@@ -1,5 +1,7 @@
 """Worker processes: they are never forked from threads, end with their trainer, and a silent one is one line."""
 
+import errno
+import multiprocessing
 import os
 import re
 import shutil
@@ -7,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from unittest.mock import Mock
 
 import psutil
 import pytest
@@ -150,37 +153,26 @@ def test_an_evaluation_ends_with_its_workers(fault, started):
 # Machines unlike ours
 
 
-def training(pictures, out, **machine):
-    return call(TRAIN, *flags(pictures, out, "--epochs", 1), folder=out / "output", check=False, **machine)
-
-
-def packing(packed, out, **machine):
-    places = ["--corpus", packed / "corpus", "--tokenizer", packed / "tokenizer", "--out", out / "packed"]
-    return call("nanochat_gka.pack", *places, "--workers", 2, folder=out / "output", check=False, **machine)
-
-
-MACHINES = [  # a command, its data, and the options of /dev/shm; what is refused
-    (training, "pictures", "", None),
-    (training, "pictures", "size=64k", "--shm-size"),
-    (training, "pictures", "ro", "/dev/shm"),
-    (packing, "packed", "", None),
-    (packing, "packed", "ro", "/dev/shm"),
-]
-
-
-@pytest.mark.parametrize("command, data, shm, refused", MACHINES)
-def test_workers_where_tmpdir_is_long_and_shared_memory_small(command, data, shm, refused, tmp_path, request):
+def test_workers_start_where_tmpdir_is_long(pictures, packed, tmp_path):
     """A socket's name has at most 107 bytes."""
     temporary = tmp_path / ("long" * 30)
     temporary.mkdir()
-    variables = {**os.environ, "TMPDIR": str(temporary)}
-    done = command(request.getfixturevalue(data), tmp_path, shm=shm, env=variables)
-    if "cannot mount" in done.stderr:
-        pytest.skip("mounting takes a right")
-    if refused:
-        tiny.assert_one_line_error(done, refused)
-    else:
-        assert done.returncode == 0, done.stderr
+    options = {"folder": tmp_path / "output", "env": {**os.environ, "TMPDIR": str(temporary)}}
+    call(TRAIN, *flags(pictures, tmp_path, "--epochs", 1), **options)
+    places = ["--corpus", packed / "corpus", "--tokenizer", packed / "tokenizer", "--out", tmp_path / "packed"]
+    call("nanochat_gka.pack", *places, "--workers", 2, **options)
+
+
+def test_shared_memory_that_is_small_or_read_only_is_one_line(pictures, tmp_path, monkeypatch):
+    """As in a container."""
+    read_only = Mock(side_effect=OSError(errno.EROFS, "Read-only file system"))
+    for owner, name, fault, message in (
+        (workers, "shared_memory", lambda: 65536, "which has 0 MB free.* --shm-size"),
+        (multiprocessing.get_context("forkserver"), "Lock", read_only, "nothing can be written to /dev/shm"),
+    ):
+        with monkeypatch.context() as patched, signals_kept():
+            patched.setattr(owner, name, fault)
+            assert re.search(message, tiny.refused(train.main, TrainConfig, *flags(pictures, tmp_path)))
 
 
 def compare(names: Names, expected: list[str], answers) -> None:
