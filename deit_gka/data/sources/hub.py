@@ -4,9 +4,7 @@ import contextlib
 import functools
 import os
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -23,37 +21,107 @@ TEXT = ("string", "large_string", "string_view")
 SHUFFLE_BUFFER = 1000  # records of a stream
 
 
-class Hub(ImageSource):
-    """A dataset that `datasets` stores locally, after downloading it if need be.
+class HubData:
+    """Undecoded images, their labels and classes, of a dataset of the hub or of a local folder.
 
-    Raises UserError if it cannot serve.
+    Raises UserError if it cannot serve, PassingFault if the hub cannot be reached.
     """
 
+    def __init__(self, data: str, split: str, name: str, parts: DataParts, streaming: bool):
+        if reason := extras.missing("vision", "datasets"):
+            raise UserError(f"{data}: {reason}")
+        import datasets
+        from huggingface_hub.utils import logging
+
+        logging.set_verbosity_error()  # its retries, before the one line that counts
+        self.name, self.split = data, split
+        path = os.path.expanduser(name)
+        # In which paths of images begin
+        self._folder = os.path.abspath(path) if os.path.isdir(path) else f"hf://datasets/{name}"
+        # A cached folder must not stand in for a dataset of the hub with its name that cannot be reached.
+        cache = Path(datasets.config.HF_DATASETS_CACHE, "folders") if os.path.isdir(path) else None
+        with _explained(data, name):
+            config = _configuration(data, path, parts)
+            splits = datasets.get_dataset_split_names(path, config)
+            chosen = _known(data, split, parts, splits)
+            if chosen is None:
+                part = " (a part of one is train[90%:])" if data.startswith("hf:") else ""
+                names = " or ".join(_names(data, split, parts))
+                raise UserError(f"{data} has no {names} split; choose by --{split}-split{part}: {', '.join(splits)}")
+            load = functools.partial(datasets.load_dataset, path, config, streaming=streaming, cache_dir=cache)
+            dataset = load(split=chosen)
+            features = dataset.features or {}
+            self._image = image = _column(data, features, parts.input_key, "input_key")
+            self._label = label = _column(data, features, parts.target_key, "target_key")
+            self._numbers: dict[str, int] | None = None  # of the classes, where labels are names
+            if isinstance(features[label], datasets.ClassLabel):
+                self.classes = features[label].names
+            else:
+                self.classes = _unnamed(data, label, load, _known(data, "train", parts, splits) or chosen)
+                if features[label].dtype in TEXT:
+                    self._numbers = {name: number for number, name in enumerate(self.classes)}
+            dataset = dataset.select_columns([image, label])
+            self._dataset = dataset.cast_column(image, datasets.Image(decode=False))
+
+    def _record(self, row: dict, name: str) -> Record:
+        """The record of a row. name: of an image without one. Raises UserError as `_number`, and OSError."""
+        image = row[self._image]
+        name = (image or {}).get("path") or name
+        label = self._number(row[self._label], name)
+        try:
+            return self._encoded(image), label, name
+        except (FileNotFoundError, PermissionError) as error:  # one file; a lost network is another matter
+            return b"", label, f"{name} ({reason_of(error)})"
+
+    def _number(self, label: int | str | None, where: str) -> int:
+        """The number of a label's class. Raises UserError if it is missing, or no training image has it."""
+        number = label if self._numbers is None or label is None else self._numbers.get(label, len(self.classes))
+        if number is None or number < 0:
+            raise UserError(f"{where} has no label; an image without labels cannot serve: use another copy of the data")
+        if number >= len(self.classes):
+            last = self.classes[-1] if self.classes else "none"
+            raise UserError(f"{where} has the label {label}, but no training image has; their last is {last}")
+        return number
+
+    def _encoded(self, image: dict | None) -> bytes:
+        """The file in a record. Raises OSError."""
+        if image is None or image["bytes"] is not None:
+            return image["bytes"] if image else b""
+        path = image["path"]
+        inside = path if "://" in path else os.path.join(self._folder, path)
+        if "://" not in inside:
+            return Path(inside if os.path.exists(inside) else path).read_bytes()
+        import fsspec
+
+        with fsspec.open(inside, "rb") as file:
+            return file.read()
+
+
+class Hub(HubData, ImageSource):
+    """A dataset that `datasets` stores locally, after downloading it if need be."""
+
     def __init__(self, data: str, split: str, name: str, parts: DataParts = NONE):
-        self._table = _load(data, split, name, parts, streaming=False)
-        super().__init__(data, split, self._table.classes)
-        labels = self._table.dataset.data.column(self._table.label)
+        HubData.__init__(self, data, split, name, parts, streaming=False)
+        ImageSource.__init__(self, data, split, self.classes)
+        labels = self._dataset.data.column(self._label)
         if not len(labels):
             raise UserError(f"{data} has no images in {split}; use another copy of it")
         for value in labels.unique().to_pylist():
-            self._table.number(value, f"{data} in {split}")
+            self._number(value, f"{data} in {split}")
 
     def __len__(self) -> int:
-        return len(self._table.dataset)
+        return len(self._dataset)
 
     def read(self, index: int) -> Record:
-        image, label, name = self._table.parts(self._table.dataset[index], f"{self.name}, image {index}")
-        return self._table.encoded(image), label, name
+        return self._record(self._dataset[index], f"{self.name}, image {index}")
 
 
-class ImageStream:
+class ImageStream(HubData):
     """A dataset read over the network while it is used. `length` is its number of images, None if unknown."""
 
     def __init__(self, data: str, split: str, name: str, parts: DataParts = NONE):
-        self.name, self.split = data, split
-        self._table = _load(data, split, name, parts, streaming=True)
-        self.classes, dataset = self._table.classes, self._table.dataset
-        info = (dataset.info.splits or {}).get(str(dataset.split))
+        super().__init__(data, split, name, parts, streaming=True)
+        info = (self._dataset.info.splits or {}).get(str(self._dataset.split))
         self.length: int | None = (info and info.num_examples) or None
 
     def __len__(self) -> int:
@@ -70,7 +138,7 @@ class ImageStream:
         """
         from datasets.distributed import split_dataset_by_node
 
-        dataset, training = self._table.dataset, self.split == "train"
+        dataset, training = self._dataset, self.split == "train"
         if training:  # a new generator: set_epoch would be shared with other passes
             dataset = dataset.shuffle(generator=np.random.default_rng((seed, epoch)), buffer_size=SHUFFLE_BUFFER)
         # Whole shards, if that makes fair parts; otherwise every rank reads everything and keeps its share.
@@ -87,90 +155,6 @@ class ImageStream:
             reason = f"{type(error).__name__}: {reason_of(error)}"
             message = f"{self.name} broke off ({reason}); check the network and run the same command again"
             raise PassingFault(message) from None
-
-    def _record(self, row: dict, name: str) -> Record:
-        image, label, name = self._table.parts(row, name)
-        try:
-            return self._table.encoded(image), label, name
-        except (FileNotFoundError, PermissionError) as error:  # one file; a lost network is another matter
-            return b"", label, f"{name} ({reason_of(error)})"
-
-
-@dataclass
-class Table:
-    """A dataset of undecoded images and labels, the columns of either, and the classes."""
-
-    dataset: Any
-    image: str
-    label: str
-    classes: list[str]
-    numbers: dict[str, int] | None  # of the classes, where labels are names
-    folder: str  # in which paths of images begin: a local one, or hf://datasets/NAME
-
-    def parts(self, row: dict, name: str) -> tuple[dict | None, int, str]:
-        """Image, label and name of a record; `name` if the image has none. Raises UserError as `number`."""
-        image = row[self.image]
-        name = (image or {}).get("path") or name
-        return image, self.number(row[self.label], name), name
-
-    def number(self, label: int | str | None, where: str) -> int:
-        """The number of a label's class. Raises UserError if it is missing, or no training image has it."""
-        number = label if self.numbers is None or label is None else self.numbers.get(label, len(self.classes))
-        if number is None or number < 0:
-            raise UserError(f"{where} has no label; an image without labels cannot serve: use another copy of the data")
-        if number >= len(self.classes):
-            last = self.classes[-1] if self.classes else "none"
-            raise UserError(f"{where} has the label {label}, but no training image has; their last is {last}")
-        return number
-
-    def encoded(self, image: dict | None) -> bytes:
-        """The file in a record. Raises OSError."""
-        if image is None or image["bytes"] is not None:
-            return image["bytes"] if image else b""
-        path = image["path"]
-        inside = path if "://" in path else os.path.join(self.folder, path)
-        if "://" not in inside:
-            return Path(inside if os.path.exists(inside) else path).read_bytes()
-        import fsspec
-
-        with fsspec.open(inside, "rb") as file:
-            return file.read()
-
-
-def _load(data: str, split: str, name: str, parts: DataParts, streaming: bool) -> Table:
-    """Raises UserError; PassingFault if the hub cannot be reached."""
-    if reason := extras.missing("vision", "datasets"):
-        raise UserError(f"{data}: {reason}")
-    import datasets
-    from huggingface_hub.utils import logging
-
-    logging.set_verbosity_error()  # its retries, before the one line that counts
-    path = os.path.expanduser(name)
-    # A cached folder must not stand in for a dataset of the hub with its name that cannot be reached.
-    cache = Path(datasets.config.HF_DATASETS_CACHE, "folders") if os.path.isdir(path) else None
-    with _explained(data, name):
-        config = _configuration(data, path, parts)
-        splits = datasets.get_dataset_split_names(path, config)
-        chosen = _known(data, split, parts, splits)
-        if chosen is None:
-            part = " (a part of one is train[90%:])" if data.startswith("hf:") else ""
-            names = " or ".join(_names(data, split, parts))
-            raise UserError(f"{data} has no {names} split; choose by --{split}-split{part}: {', '.join(splits)}")
-        load = functools.partial(datasets.load_dataset, path, config, streaming=streaming, cache_dir=cache)
-        dataset = load(split=chosen)
-        features = dataset.features or {}
-        image = _column(data, features, parts.input_key, "input_key")
-        label = _column(data, features, parts.target_key, "target_key")
-        numbers = None
-        if isinstance(features[label], datasets.ClassLabel):
-            classes = features[label].names
-        else:
-            classes = _unnamed(data, label, load, _known(data, "train", parts, splits) or chosen)
-            if features[label].dtype in TEXT:
-                numbers = {name: number for number, name in enumerate(classes)}
-        dataset = dataset.select_columns([image, label]).cast_column(image, datasets.Image(decode=False))
-    folder = os.path.abspath(path) if os.path.isdir(path) else f"hf://datasets/{name}"
-    return Table(dataset, image, label, classes, numbers, folder)
 
 
 @contextlib.contextmanager
