@@ -133,7 +133,6 @@ def find_checkpoint(path: Path, best: bool = False) -> Checkpoint:
     """
     checkpoint = load(path) if is_checkpoint(path) else load_newest(path / ("best" if best else "checkpoints"))
     if checkpoint is None and is_export(path):
-        check_export(path)
         advice = f"or, where a command has them, --model NAME --checkpoint {path / exports.WEIGHTS}"
         raise UserError(f"{path} is an exported model: give the run that it was exported from, {advice}")
     if checkpoint is None:
@@ -195,7 +194,6 @@ def find_model(source: str | Path, flag: str, best: bool = False) -> SavedModel:
         state, file = checkpoint.state, path if in_checkpoint else None
         return SavedModel(flag, name, file, checkpoint, state["classes"], about_images(state))
     if path.is_dir():
-        check_export(path)
         return SavedModel(flag, f"local-dir:{path}", path / exports.WEIGHTS, None, *_described(path))
     if path.is_file():
         return SavedModel(flag, name, path, None, *(_described(path.parent) if is_export(path.parent) else ()))
@@ -212,28 +210,22 @@ def is_checkpoint(folder: Path) -> bool:
 
 
 def is_export(folder: Path) -> bool:
-    """Whether a folder is an exported model."""
-    return (folder / exports.CONFIG).exists()
+    """Whether a folder is an exported vision model."""
+    file = folder / exports.CONFIG
+    return file.exists() and "architecture" in read_json(file, "configuration")
 
 
-def check_export(folder: Path) -> None:
-    """Raises UserError unless an exported folder holds a vision model."""
+def _described(folder: Path) -> tuple[list[str], dict[str, Any]]:
+    """The names of the classes and timm's data configuration of an exported folder, whose pattern timm learns.
+
+    Raises UserError for a damaged file.
+    """
+    exports.check_files(folder)
     config = read_json(folder / exports.CONFIG, "configuration")
-    if "architecture" not in config:
-        raise UserError(f"{folder} is not an exported vision model; nanochat_gka's commands take language models")
     pattern = config.get("model_args", {}).get("attn_layer")
     if is_pattern(pattern):
         with one_line(f"{folder / exports.CONFIG} is damaged"):
             attention_by_layer(pattern)  # which may be longer than timm's table has them
-
-
-def _described(folder: Path) -> tuple[list[str], dict[str, Any]]:
-    """The names of the classes and timm's data configuration in a folder's config.json.
-
-    Raises UserError for a damaged file of an export.
-    """
-    exports.check_files(folder)
-    config = read_json(folder / exports.CONFIG, "configuration")
     return config.get("label_names") or [], config.get("pretrained_cfg") or {}
 
 
