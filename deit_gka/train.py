@@ -28,12 +28,11 @@ from deit_gka.data.workers import BatchLoader
 from deit_gka.model.attention import operators_of
 from deit_gka.model.checkpoints import build, find_model
 from deit_gka.model.warm_start import check_same, fingerprint, warm_start, warnings_of
-from deit_gka.training.broken import BrokenList, best
 from deit_gka.training.compiled import compiled_by_blocks, has_blocks
 from deit_gka.training.config import TrainConfig
 from deit_gka.training.distillation import Objective, load_teacher
 from deit_gka.training.engine import Mixer, accumulate_gradients, bandwidths, evaluate
-from deit_gka.training.images import Fetch, Meter, RunImages, fitted
+from deit_gka.training.images import BrokenList, Fetch, Meter, RunImages, best, fitted
 from deit_gka.training.optim import load_state_tensors, make_average, make_optimizer, make_schedule, state_tensors
 from gka import bandwidth_warnings
 from trainkit_gka import cli, compiling, hardware

@@ -98,7 +98,9 @@ def draw_distances(subjects: Sequence[ImageSubject], folder: Path) -> list[Figur
     save, axes = sheet(1, len(models), (width, 3.2), "Mean attended distance", text, (0.8, 1.5, 0.75, 0.6), (0.5, 0.06))
     rows, top = [], 0.0
     for axis, of_model, expected in zip(axes[0], models, uniform):
-        subject, distances = of_model[0], mean_distances(of_model)
+        subject = of_model[0]
+        means = [[attended_distances(layer.weights, one.tokens).mean(-1) for layer in one.layers] for one in of_model]
+        distances = torch.stack([torch.stack(layers) for layers in means]).mean(0)  # over images, (L, H)
         top = max(top, 1.05 * expected, 1.05 * float(distances.max()))
         lines(axis, distances.numpy(), plain(subject.model) if len(models) > 1 else "", "")
         axis.axhline(expected, color=BLACK, linestyle="--", linewidth=1, label="uniform")
@@ -113,12 +115,3 @@ def draw_distances(subjects: Sequence[ImageSubject], folder: Path) -> list[Figur
     axes[0, 0].set_ylabel("pixels")
     legend_beside(axes[0, -1], like=max(axes[0], key=lambda axis: len(axis.lines)))
     return [save(folder / "distance.png", rows)]
-
-
-def mean_distances(subjects: Sequence[ImageSubject]) -> torch.Tensor:
-    """Mean attended distance of one model, the mean over patches and images, in pixels: (L, H)."""
-    each = [
-        torch.stack([attended_distances(layer.weights, subject.tokens).mean(-1) for layer in subject.layers])
-        for subject in subjects
-    ]
-    return torch.stack(each).mean(0)

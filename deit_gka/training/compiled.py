@@ -33,16 +33,13 @@ def has_blocks(model: nn.Module) -> bool:
 def compiled_by_blocks(model: nn.Module) -> nn.Module:
     """A twin of `model` in training mode, with the same parameters, whose blocks are compiled one by one."""
     network = twin(model).train()
-    place_stochastic_depth(network.blocks)
-    compile_blocks(network.blocks)
-    return network
-
-
-def place_stochastic_depth(blocks: nn.ModuleList | nn.Sequential) -> None:
-    """Put ours in the place of timm's DropPath. Blocks of rate 0, where timm has Identity, get it too."""
+    blocks = network.blocks
+    # Ours in the place of timm's DropPath, also in blocks of rate 0, where timm has Identity
     names = {name for block in blocks for name, layer in block.named_modules() if isinstance(layer, DropPath)}
     device = next(blocks.parameters()).device
     for block in blocks:
         for name, layer in list(block.named_modules()):
             if name in names and isinstance(layer, (DropPath, nn.Identity)):
                 block.set_submodule(name, StochasticDepth(getattr(layer, "drop_prob", 0.0), device))
+    compile_blocks(blocks)
+    return network

@@ -15,8 +15,8 @@ import tiny_vision
 from deit_gka import train as training
 from deit_gka.model.registry import model_name
 from deit_gka.train import Trainer
-from deit_gka.training.broken import best
 from deit_gka.training.config import TrainConfig
+from deit_gka.training.images import best
 from processes import signals_kept
 from tiny import events, final, metrics, steps_of
 from trainkit_gka.cli import run
