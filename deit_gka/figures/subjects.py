@@ -5,6 +5,7 @@ subjects = [subject for run in (ours, its_twin) for subject in subjects_of(of_ru
 figures = FAMILIES["cls_maps"](subjects, folder)  # of families.py
 """
 
+import contextlib
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -175,7 +176,8 @@ def _held_out_images(state: dict[str, Any], network: bool) -> dict[str, Image.Im
     for image, label, _ in records:
         name = f"{data} {source.classes[label]}"
         if name not in images:
-            images[name] = decode(image, upright=True)
+            with contextlib.suppress(BrokenImage):  # the next of its class is drawn
+                images[name] = decode(image, upright=True)
         if len(images) == min(NUM_IMAGES, len(source.classes)):
             break
     return images

@@ -61,12 +61,9 @@ def load_teacher(recipe: Recipe, classes: list[str]) -> Teacher:
     name, path = recipe.teacher_model, recipe.teacher_path
     saved = SavedModel("--teacher-path", name) if path else find_model(name, "--teacher-model")
     model = load_file(Path(path), build(name, len(classes))) if path else saved.model()
-    if model.num_classes != len(classes):
-        counts = f"{model.num_classes} classes but the data has {len(classes)}"
-        raise UserError(f"--teacher-model {name} was trained on {counts}")
     numbers = numbers_by_name(classes, saved.classes)
-    if numbers is None and set(saved.classes) & set(classes):
-        differ = f"--teacher-model {name} was trained on other classes than the data's"
+    if model.num_classes != len(classes) or (numbers is None and set(saved.classes) & set(classes)):
+        differ = f"--teacher-model {name} knows {model.num_classes} classes, which are not the data's {len(classes)}"
         raise UserError(f"{differ}; give a teacher of the same classes")
     about, size = resolve_input_data_config(model), None
     if not getattr(model, "dynamic_img_size", False):  # a convolutional network takes any size, and says so nowhere

@@ -184,13 +184,14 @@ def test_the_first_gka_run_on_digits_is_the_default(figures, tmp_path, photo):
 
 
 def test_images_are_drawn_upright(tmp_path):
-    """A phone stores a photo lying on its side. Of a run on a folder, an image of every class is drawn."""
+    """A phone stores a photo lying on its side. Of a run on a folder, a readable image of every class is drawn."""
     stored, exif = Image.new("RGB", (32, 24)), Image.Exif()
     stored.paste((255, 0, 0), (0, 0, 8, 24))
     exif[0x0112] = 6
     for split, label in itertools.product(("train", "val"), "ab"):
         (tmp_path / split / label).mkdir(parents=True)
         stored.save(tmp_path / split / label / "phone.png", exif=exif)
+    (tmp_path / "val/a/broken.png").write_bytes(b"not an image")
     held_out = images_for(of_run(vision_run(tmp_path / "run", trained_on=str(tmp_path))))
     assert [name.split()[-1] for name in held_out] == ["a", "b"]
     for image in (*photographs([tmp_path / "val/a/phone.png"]).values(), *held_out.values()):
