@@ -226,7 +226,7 @@ def test_damaged_tars_are_named(tars):
 
 
 def test_tars_need_labels(tmp_path):
-    json = [("a.json", text) for text in (b"{}", b"[1]", b'{"label": 1e999}', b'{"label": 1.5}')]
+    json = [("a.json", text) for text in (b"{}", b"[1]", b'{"label": 1e999}', b'{"label": 1.5}', b"[" * 100_000)]
     for label in (("a.txt", b"1"), ("a.cls", b"dog"), ("a.cls", b"-1"), *json):
         write_tar(tmp_path / "train-0.tar", [("a.jpg", png(1)), label])
         assert "train-0.tar: image a has" in error(f"wds:{tmp_path}")

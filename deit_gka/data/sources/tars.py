@@ -179,7 +179,7 @@ def _label(path: str, key: str, file: int, suffix: str, members: Members) -> int
         label = int(content)
         if 0 <= label < MAX_CLASSES:
             return label
-    except (KeyError, TypeError, ValueError):
+    except (KeyError, TypeError, ValueError, RecursionError):
         pass
     beside = f'{key}.cls, an integer from 0 to {MAX_CLASSES - 1}, or {key}.json with "label"'
     one_class = "tars without labels, one per class, have to be unpacked into train/<class>/"
