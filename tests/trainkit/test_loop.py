@@ -79,6 +79,8 @@ def uninterrupted(config, tmp_path):
 
 
 def test_saves_before_evaluating_and_finishes_once(config, capsys):
+    config.folder.mkdir(parents=True)
+    (config.folder / "log.jsonl").write_text('{"event": "train", "step": 1}\n')  # by a process killed before it saved
     launch(config)
     assert events(config, "train") == list(range(1, STEPS + 1)) and events(config, "eval") == [0, 4, 8, 12]
     saved = [record["saved"] for record in read_events(config.folder / "log.jsonl", "eval")]
