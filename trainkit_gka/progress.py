@@ -192,20 +192,17 @@ def _start_wandb(config: RunConfig):
 
     WANDB_RUN_ID, WANDB_PROJECT and WANDB_RESUME have precedence. Raises UserError for "online" without a key.
     """
-    mode = config.wandb
-    file = config.folder / "wandb_id"
-    variables = os.environ
     import wandb
 
+    mode, file, variables = config.wandb, config.folder / "wandb_id", os.environ
     try:
         if mode == "online" and not wandb.login(prompt=False):
             raise UserError(
                 "--wandb online needs the key of an account: set WANDB_API_KEY, or run wandb login once; "
                 "--wandb offline needs none"
             )
-        run_id = variables.get("WANDB_RUN_ID") or (
-            file.read_text(encoding="utf-8").strip() if file.exists() else secrets.token_hex(4)
-        )
+        saved = file.read_text(encoding="utf-8").strip() if file.exists() else secrets.token_hex(4)
+        run_id = variables.get("WANDB_RUN_ID") or saved
         place = {"project": variables.get("WANDB_PROJECT", "gka"), "name": config.tag, "dir": str(config.folder)}
         resume = variables.get("WANDB_RESUME", "allow")
         run = wandb.init(**place, mode=mode, config=config.identity(), id=run_id, resume=resume)

@@ -99,7 +99,10 @@ def context(*packages: str) -> BaseContext:
 
 
 def _check_system(server_context: BaseContext) -> None:
-    """Raises UserError unless semaphores and sockets can be made; sockets are in /tmp where $TMPDIR is too long."""
+    """Raises UserError if no semaphore can be made. Sockets will be in /tmp where $TMPDIR is too long for their names.
+
+    Raises OSError if nothing can be written there.
+    """
     try:
         server_context.Lock()
     except OSError as error:
@@ -108,13 +111,8 @@ def _check_system(server_context: BaseContext) -> None:
     usual = tempfile.gettempdir()
     if len(os.fsencode(usual)) > LONGEST:
         tempfile.tempdir = SHORT
-        try:
-            util.get_temp_dir()  # it stays that of this process and of its workers
-        except OSError as error:
-            reason = f"TMPDIR={usual} is too long for a socket's name, and {SHORT} cannot be used ({error.strerror})"
-            raise UserError(f"{reason}; choose a shorter TMPDIR") from None
-        finally:
-            tempfile.tempdir = usual
+        util.get_temp_dir()  # it stays that of this process and of its workers
+        tempfile.tempdir = usual
 
 
 def shared_memory() -> float:
