@@ -120,6 +120,7 @@ def finish(process: subprocess.Popen) -> subprocess.CompletedProcess:
     return subprocess.CompletedProcess(process.args, process.returncode, output, errors)
 
 
+# Lines of other programs and versions in a log, and some that are cut short.
 NOT_OF_THIS_RUN = """\
 {}
 []
@@ -136,14 +137,6 @@ not JSON
 {"event": "core", "step": 1}
 {"event": "start", "step": 1.5}
 """.splitlines()
-
-
-def damage_log(path: Path, **missing: str) -> None:
-    """Put lines of other programs and versions into a run's log, and drop a value from the last line of each event."""
-    lines = [json.loads(line) for line in path.read_text().splitlines()]
-    for event, key in missing.items():
-        del next(line for line in reversed(lines) if line["event"] == event)[key]
-    path.write_text("\n".join([*NOT_OF_THIS_RUN, *map(json.dumps, lines), *NOT_OF_THIS_RUN]) + "\n")
 
 
 @contextlib.contextmanager

@@ -193,7 +193,10 @@ def test_a_kill_before_the_finish_record_loses_nothing_and_records_the_run_once(
     if "results" in lost:
         config.results.write_text("".join(f"{json.dumps({**json.loads(line), 'date': '2020'})}\n" for line in lines))
     if "total" in lost:
-        tiny.damage_log(log, finish="total")
+        *earlier, finished = map(json.loads, log.read_text().splitlines())
+        del finished["total"]
+        lines = [*tiny.NOT_OF_THIS_RUN, *map(json.dumps, [*earlier, finished]), *tiny.NOT_OF_THIS_RUN]
+        log.write_text("".join(f"{line}\n" for line in lines))
     else:
         records = [record for record in read_events(log) if record["event"] not in lost or record["step"] < STEPS]
         log.write_text("".join(json.dumps(record) + "\n" for record in records))
