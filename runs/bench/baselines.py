@@ -31,57 +31,45 @@ def definition(q, k, v, mask: Mask):
     return torch.einsum("bhij,bjhd->bihd", scores.softmax(-1), v)
 
 
-def sdpa(mask: Mask, backend: SDPBackend | None = None) -> Softmax:
+def blocks(mask: Mask, num_queries: int, num_keys: int, size: int) -> list[tuple[int, int, int, int]]:
+    """(first, last, begin, end) for every `size` queries: their positions, and those of the keys that one of them sees;
+    last and end are exclusive.
+    """
+    before, after = mask.reach
+    parts = []
+    for first in range(num_keys - num_queries, num_keys, size):
+        last = min(first + size, num_keys)
+        begin = 0 if before is None else max(0, first - before)
+        parts.append((first, last, begin, num_keys if after is None else min(num_keys, last + after)))
+    return parts
+
+
+def sdpa(mask: Mask, backend: SDPBackend | None = None, block: int | None = None) -> Softmax:
     """torch's softmax attention held to one kernel; None leaves the choice to torch.
 
-    A dense mask only where the kernel has no other way.
-    """
-    added = added_masks(mask)
-
-    def attend(q, k, v):
-        dense = None if mask.window is None else added(k.shape[1] - q.shape[1], k.shape[1], 0, k.shape[1], q)
-        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
-        with sdpa_kernel(backend) if backend else contextlib.nullcontext():
-            y = F.scaled_dot_product_attention(q, k, v, dense, is_causal=mask.causal and dense is None)
-        return y.transpose(1, 2)
-
-    return attend
-
-
-def sdpa_in_blocks(mask: Mask, block: int) -> Softmax:
-    """Windowed self-attention as a call of SDPA for every `block` queries, with the keys that one of them sees alone.
-
-    The blocks in the middle of the sequence share one small mask.
-    """
-    added = added_masks(mask)
-    before, after = mask.reach
-
-    def attend(q, k, v):
-        tokens = q.shape[1]
-        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
-        parts = []
-        for first in range(0, tokens, block):
-            last = min(first + block, tokens)
-            begin, end = max(0, first - before), min(tokens, last + after)
-            visible = added(first, last, begin, end, q)
-            keys, values = (t[:, :, begin:end] for t in (k, v))
-            parts.append(F.scaled_dot_product_attention(q[:, :, first:last], keys, values, visible))
-        return torch.cat(parts, dim=2).transpose(1, 2)
-
-    return attend
-
-
-def added_masks(mask: Mask) -> Callable[[int, int, int, int, torch.Tensor], torch.Tensor]:
-    """of(first, last, begin, end, like): what SDPA adds to the scores of queries at the positions first to last and
-    keys at begin to end, (rows, columns) in the dtype of `like`. Made once for each part.
+    Windows, for which the kernel has no other way, take a call with a mask for every `block` queries (None: for all),
+    with the keys that one of them sees alone; the blocks in the middle of the sequence share one small mask.
     """
 
     @functools.cache
-    def made(rows: int, offset: int, columns: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    def added(rows: int, offset: int, columns: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         hidden = ~mask.visible(torch.arange(offset, offset + rows)[:, None], torch.arange(columns))
         return torch.zeros(hidden.shape, dtype=dtype).masked_fill(hidden, -math.inf).to(device)
 
-    return lambda first, last, begin, end, like: made(last - first, first - begin, end - begin, like.dtype, like.device)
+    def attend(q, k, v):
+        num_queries, num_keys = q.shape[1], k.shape[1]
+        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+        with sdpa_kernel(backend) if backend else contextlib.nullcontext():
+            if mask.window is None:
+                return F.scaled_dot_product_attention(q, k, v, is_causal=mask.causal).transpose(1, 2)
+            parts = []
+            for first, last, begin, end in blocks(mask, num_queries, num_keys, block or num_queries):
+                few = q[:, :, first - num_keys + num_queries : last - num_keys + num_queries]
+                visible = added(last - first, first - begin, end - begin, q.dtype, q.device)
+                parts.append(F.scaled_dot_product_attention(few, k[:, :, begin:end], v[:, :, begin:end], visible))
+        return (torch.cat(parts, dim=2) if parts[1:] else parts[0]).transpose(1, 2)
+
+    return attend
 
 
 def products(mask: Mask) -> Softmax:
@@ -94,23 +82,16 @@ def products(mask: Mask) -> Softmax:
 
     def attend(q, k, v):
         num_queries, num_keys = q.shape[1], k.shape[1]
-        first_key = mask.first_visible_key(num_queries, num_keys)
-        num_keys -= first_key
         visible = mask.simplify(num_queries, num_keys)
-        before, after = visible.reach
-        q, k, v = (t.transpose(1, 2) for t in (q * q.shape[-1] ** -0.5, k[:, first_key:], v[:, first_key:]))
+        q, k, v = (t.transpose(1, 2) for t in (q * q.shape[-1] ** -0.5, k, v))
         block = num_queries if visible == Mask() else PRODUCTS_BLOCK
         mixed = []
-        for row in range(0, num_queries, block):
-            positions = torch.arange(row, min(row + block, num_queries), device=q.device) + (num_keys - num_queries)
-            first = row + num_keys - num_queries
-            last = first + positions.shape[0] - 1
-            begin = 0 if before is None else max(0, first - before)
-            end = num_keys if after is None else min(num_keys, last + after + 1)
-            scores = q[:, :, row : row + block] @ k[:, :, begin:end].transpose(-2, -1)
+        for first, last, begin, end in blocks(visible, num_queries, num_keys, block):
+            few = q[:, :, first - num_keys + num_queries : last - num_keys + num_queries]
+            scores = few @ k[:, :, begin:end].transpose(-2, -1)
             if visible != Mask():
-                seen = visible.visible(positions[:, None], torch.arange(begin, end, device=q.device))
-                scores = scores.masked_fill(~seen, float("-inf"))
+                i, j = torch.arange(first, last, device=q.device), torch.arange(begin, end, device=q.device)
+                scores = scores.masked_fill(~visible.visible(i[:, None], j), float("-inf"))
             mixed.append(scores.softmax(-1) @ v[:, :, begin:end])
         return torch.cat(mixed, dim=2).transpose(1, 2)
 
@@ -150,30 +131,17 @@ def multiplies_bfloat16() -> bool:
 multiplies_bfloat16._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-def visible_keys(lengths: list[int], tokens: int) -> torch.Tensor:
-    """Which keys are no padding, (B, 1, 1, T)."""
-    return (torch.arange(tokens) < torch.tensor(lengths)[:, None])[:, None, None]
-
-
-def padded_products(lengths: list[int], tokens: int) -> Softmax:
-    """Sequences of different lengths as two matrix products around a softmax, with a mask that hides padded keys."""
-    on = functools.cache(torch.zeros(1).masked_fill(~visible_keys(lengths, tokens), -math.inf).to)
+def padded(lengths: list[int], tokens: int, as_products: bool) -> Softmax:
+    """Sequences of different lengths with a mask that hides padded keys: one call of SDPA, or two matrix products."""
+    visible = (torch.arange(tokens) < torch.tensor(lengths)[:, None])[:, None, None]  # (B, 1, 1, T)
+    on = functools.cache((torch.zeros(1).masked_fill(~visible, -math.inf) if as_products else visible).to)
 
     def attend(q, k, v):
-        q, k, v = (t.transpose(1, 2) for t in (q * q.shape[-1] ** -0.5, k, v))
-        scores = q @ k.transpose(-2, -1) + on(q.device, q.dtype)
-        return (scores.softmax(-1) @ v).transpose(1, 2)
-
-    return attend
-
-
-def padding_mask(lengths: list[int], tokens: int) -> Softmax:
-    """Sequences of different lengths in one call of SDPA, whose mask hides the padded keys."""
-    on = functools.cache(visible_keys(lengths, tokens).to)
-
-    def attend(q, k, v):
-        parts = (t.transpose(1, 2) for t in (q, k, v))
-        return F.scaled_dot_product_attention(*parts, on(q.device)).transpose(1, 2)
+        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+        if as_products:
+            scores = (q * q.shape[-1] ** -0.5) @ k.transpose(-2, -1) + on(q.device, q.dtype)
+            return (scores.softmax(-1) @ v).transpose(1, 2)
+        return F.scaled_dot_product_attention(q, k, v, on(q.device)).transpose(1, 2)
 
     return attend
 

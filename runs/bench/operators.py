@@ -222,8 +222,8 @@ def softmax_candidates(case: Case, device: torch.device) -> Candidates:
     mask, windowed = case.mask, case.window is not None
     if case.lengths and case.shortest < case.tokens:
         return {
-            "softmax padding mask": ("baseline", baselines.padding_mask(case.lengths, case.tokens)),
-            "softmax products": ("baseline", baselines.padded_products(case.lengths, case.tokens)),
+            "softmax padding mask": ("baseline", baselines.padded(case.lengths, case.tokens, as_products=False)),
+            "softmax products": ("baseline", baselines.padded(case.lengths, case.tokens, as_products=True)),
             "softmax one by one": ("other", baselines.one_by_one(case.lengths)),
         }
     if device.type != "cuda":
@@ -232,9 +232,8 @@ def softmax_candidates(case: Case, device: torch.device) -> Candidates:
             "softmax products": ("baseline", baselines.products(mask)),
         }
         if windowed and not case.queries:
-            for block in baselines.BLOCKS:
-                if block < case.tokens:
-                    candidates[f"softmax blocks of {block}"] = "baseline", baselines.sdpa_in_blocks(mask, block)
+            for block in (size for size in baselines.BLOCKS if size < case.tokens):
+                candidates[f"softmax blocks of {block}"] = "baseline", baselines.sdpa(mask, block=block)
         return candidates
 
     flex = partial(dot_product_attention, causal=case.causal, window=case.window, impl="flex")
@@ -271,19 +270,21 @@ def _wrong(
     tensors = inputs(case, operator.family, device, dtype, seed=1)
     few = tuple(t[judged, :length] if t.dim() == 4 else t for t in tensors)
     grad_y = inputs(case, "gka", device, dtype, seed=2)[0][judged, :length] if phase == FULL else None
-    tensors_of_all = normalise(case, tensors) if operator.family == "gka" else tensors
+    softmax = operator.family == "softmax"
+    tensors_of_all = tensors if softmax else normalise(case, tensors)
 
     def put(t: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
         return t.index_copy(0, judged, torch.cat([part, t[judged, part.shape[1] :]], 1)) if t.dim() == 4 else part
 
-    def function(*parts: torch.Tensor) -> torch.Tensor:
+    def route(x, log_sigma, *, keys, values):
         """The operator on the whole batch, into which the judged sequences are put."""
-        return operator.function(*map(put, tensors_of_all, parts))[judged, :length]
+        parts = (x, keys, values) if softmax else (x, log_sigma, None if case.derived else keys, values)
+        parts = map(put, tensors_of_all, (t for t in parts if t is not None))
+        return operator.function(*parts)[judged, :length]
 
-    if operator.family == "softmax":
-        return _softmax_disagreement(function, few, grad_y, case.mask)
-
-    # Some implementations drop eps, and so does the oracle.
+    if softmax:
+        q, k, v = few
+        return _judge_softmax(route, testing.Problem(q, log_sigma(case, device), v, grad_y, k, case.mask))
     x, sigma, *separate = few
     if case.derived:
         x, values = normalise(case, (x, *separate))
@@ -291,27 +292,18 @@ def _wrong(
         problem = testing.Problem(x, sigma, keys=keys, values=values)
     else:
         problem = testing.Problem(x, sigma, grad_y=grad_y, mask=case.mask, front=case.norm, **case.named(separate))
-
-    def route(x, log_sigma, *, keys, values):
-        return function(x, log_sigma, *(t for t in (None if case.derived else keys, values) if t is not None))
-
-    return testing.judge(route, problem, slack=EPS)
+    return testing.judge(route, problem, slack=EPS)  # some implementations drop eps, and so does the oracle
 
 
-def _softmax_disagreement(function, tensors: Tensors, grad_y: torch.Tensor | None, mask: Mask) -> str | None:
+def _judge_softmax(route: testing.Route, problem: testing.Problem) -> str | None:
     """`testing.judge` for the baselines, with `baselines.definition` as oracle and as plain PyTorch."""
-    names = ("dq", "dk", "dv")
 
-    def results(function, tensors: Tensors, grad_y: torch.Tensor | None) -> dict[str, torch.Tensor]:
-        leaves = [t.detach().clone().requires_grad_(grad_y is not None) for t in tensors]
-        y = function(*leaves)
-        if grad_y is None:
-            return {"y": y}
-        return {"y": y.detach(), **dict(zip(names, torch.autograd.grad(y, leaves, grad_y.to(y.dtype)), strict=True))}
+    def definition(x, log_sigma, *, keys, values):
+        return baselines.definition(x, keys, values, problem.mask)
 
-    definition = partial(baselines.definition, mask=mask)
-    want = results(definition, tuple(t.double() for t in tensors), grad_y)
-    dtype, head_dim = tensors[0].dtype, tensors[0].shape[-1]
+    runs = (route, problem), (definition, problem.double()), (definition, problem)
+    got, exact, plain = (testing.run(*each).named() for each in runs)
+    dtype, head_dim = problem.x.dtype, problem.x.shape[-1]
     floor = torch.finfo(dtype).eps * (1 if dtype.itemsize == 2 else 1 + head_dim**0.5)  # scores reach about sqrt(D)
-    floors = {"y": floor, **dict.fromkeys(names, 3 * floor)}
-    return testing.disagreement(results(function, tensors, grad_y), want, results(definition, tensors, grad_y), floors)
+    floors = {name: floor if name == "y" else 3 * floor for name in exact}
+    return testing.disagreement(got, exact, plain, floors)

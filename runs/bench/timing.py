@@ -95,21 +95,24 @@ def interleave(
                     measured[name].status, measured[name].reason = "wrong", reason
                 else:
                     timers[name] = Timer(call, device, plan, measured[name])
-        deadline, load = math.inf, LoadWatch()
+        began = deadline = math.inf
         for turn in itertools.count(-plan.warmup):
             names = [name for name in timers if measured[name].status == "ok"]
             done = turn >= plan.rounds or (turn >= MIN_ROUNDS and time.perf_counter() > deadline)
             if done or not names:
                 break
             if turn == 0:
-                deadline, load = time.perf_counter() + plan.seconds, LoadWatch()
+                began, others = time.perf_counter(), work_of_others()
+                deadline = began + plan.seconds
             first = turn % len(names)
             for name in names[first:] + names[:first]:
                 with measured[name].failing():
                     milliseconds = timers[name].sample()
                     if turn >= 0:
                         taken.setdefault(name, []).append(milliseconds)
-    elsewhere = load.elsewhere() if device.type == "cpu" else None
+    elsewhere = None
+    if device.type == "cpu" and (wall := time.perf_counter() - began) >= SHORTEST_WATCH:
+        elsewhere = float(np.maximum(0.0, (work_of_others() - others) / wall))  # may be NaN
     for name, times in taken.items():
         if (one := measured[name]).status == "ok":
             one.low_ms, one.median_ms, one.high_ms = np.quantile(times, (LOW, 0.5, HIGH)).tolist()
@@ -130,25 +133,25 @@ class Timer:
             for n in range(plan.buffers):
                 call(n)
 
-        graph = self._capture(sweep, measurement) if plan.graph and device.type == "cuda" else None
-        measurement.graphed = graph is not None
-        self.sweep, self.repeats = graph.replay if graph else sweep, 1
+        self.sweep, self.repeats = sweep, 1
+        if plan.graph and device.type == "cuda":
+            self._capture(measurement)
         if plan.sample_ms:
             self.sample()
             sweep_ms = self.sample() * plan.buffers
             self.repeats = max(1, min(MAX_REPEATS, math.ceil(plan.sample_ms / max(sweep_ms, 1e-3))))
 
-    def _capture(self, sweep, measurement: Measurement):
-        """The sweep as one CUDA graph, so that small kernels wait for nothing; None, with a note, if it cannot be."""
+    def _capture(self, measurement: Measurement) -> None:
+        """Make the sweep one CUDA graph, so that small kernels wait for nothing; a note if it cannot be."""
         graph = torch.cuda.CUDAGraph()
         try:
             with torch.cuda.graph(graph, stream=torch.cuda.current_stream(self.device)):
-                sweep()
+                self.sweep()
         except Exception as error:
             torch.cuda.synchronize(self.device)
             measurement.note = f"timed without a CUDA graph: {one_line(error)}"
-            return None
-        return graph
+        else:
+            self.sweep, measurement.graphed = graph.replay, True
 
     def sample(self) -> float:
         """Milliseconds of one call."""
@@ -160,26 +163,12 @@ class Timer:
         return elapsed_ms(work, self.device) / (self.repeats * self.plan.buffers)
 
 
-class LoadWatch:
-    """How much other processes work on this process's cores, from the creation of the watch on."""
-
-    def __init__(self):
-        self.wall, self.process, self.cores = time.perf_counter(), time.process_time(), self._busy()
-
-    @staticmethod
-    def _busy() -> float | None:
-        """Seconds of work done on these cores since the machine started; None where only Linux would say."""
-        if not hasattr(os, "sched_getaffinity"):
-            return None
-        busy = [sum(core[:3]) + core.irq + core.softirq + core.steal for core in psutil.cpu_times(percpu=True)]
-        return sum(busy[core] for core in os.sched_getaffinity(0))
-
-    def elsewhere(self) -> float | None:
-        """How many cores other processes kept busy; None if unknown, or if the time was too short to tell."""
-        wall, busy = time.perf_counter() - self.wall, self._busy()
-        if busy is None or self.cores is None or wall < SHORTEST_WATCH:
-            return None
-        return max(0.0, (busy - self.cores - (time.process_time() - self.process)) / wall)
+def work_of_others() -> float:
+    """Seconds that other processes have worked on this process's cores, up to a constant; NaN where only Linux says."""
+    if not hasattr(os, "sched_getaffinity"):
+        return math.nan
+    busy = [sum(core[:3]) + core.irq + core.softirq + core.steal for core in psutil.cpu_times(percpu=True)]
+    return sum(busy[core] for core in os.sched_getaffinity(0)) - time.process_time()
 
 
 def one_line(error: BaseException) -> str:
