@@ -1,4 +1,4 @@
-"""Ten minutes of a GPU: which steps run, resume and are stopped, what they teach, and the folder that is carried."""
+"""Ten minutes of a GPU: which steps run, resume and are stopped, and what they teach."""
 
 import contextlib
 import os
@@ -6,7 +6,6 @@ import shutil
 import subprocess
 import sys
 import time
-import zipfile
 
 import pytest
 
@@ -14,8 +13,6 @@ from nanochat_gka.train import TrainConfig
 from processes import still_there
 from runs.bench import attention, deit, gpt, parts
 from runs.gpu import __main__ as program
-from runs.gpu import carry
-from runs.gpu.carry import Problem
 from runs.gpu.steps import Step, all_steps
 from sources import ROOT
 from trainkit_gka import cli
@@ -32,15 +29,13 @@ if kind == "saves" and not place.exists():
 time.sleep(600 * (kind == "deaf"))
 sys.exit("the last line" if kind == "fails" else 0)
 """
-WHEEL = {"METADATA": "Metadata-Version: 2.1\nName: carried-thing\nVersion: 1.0\n", "RECORD": ""}
-WHEEL["WHEEL"] = "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
 
 
 @pytest.fixture
-def call(tmp_path, capsys):
+def call(tmp_path, capsys, monkeypatch):
     """Runs steps of the command WORK for `left` seconds; returns (output, seconds)."""
-    (tmp_path / "gpu/site").mkdir(parents=True)
-    (tmp_path / "gpu/site/work.py").write_text(WORK)
+    (tmp_path / "work.py").write_text(WORK)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
 
     def run(*steps, left=60.0):
         places = ["--base", str(tmp_path), "--results", str(tmp_path / "results")]
@@ -51,13 +46,14 @@ def call(tmp_path, capsys):
     return run
 
 
-def step(kind, tmp_path, seconds=1.0, needs=(), **about):
-    return Step(kind, [["work", kind, str(tmp_path / kind)]], seconds, needs, **about)
+def step(kind, tmp_path, seconds=1.0, module="work", **about):
+    return Step(kind, seconds, [[module, kind, str(tmp_path / kind)]], **about)
 
 
 def test_what_fits_runs_once_and_a_failure_is_a_line(call, tmp_path, monkeypatch):
+    monkeypatch.setitem(program.NEEDS, "lacking", ["no_such_package"])
     steps = [step("fails", tmp_path), step("works", tmp_path), step("long", tmp_path, seconds=100)]
-    steps += [step("absent", tmp_path, needs=("no_such_package",)), step("unfed", tmp_path, needs=("rows",))]
+    steps += [step("absent", tmp_path, module="lacking"), step("unfed", tmp_path, module="nanochat_gka.train")]
     output, _ = call(*steps)
     assert "failed after" in output and "the last line" in output and "works: about 1 s" in output
     left_over = output.split("Left for the next call:")[1].strip().splitlines()
@@ -75,7 +71,7 @@ def test_what_fits_runs_once_and_a_failure_is_a_line(call, tmp_path, monkeypatch
 
 def test_what_outlives_its_time_is_stopped_and_what_saves_continues(call, tmp_path, monkeypatch):
     monkeypatch.setattr(program, "GRACE", {True: 2.0, False: 1.0})
-    deaf, saves = step("deaf", tmp_path), step("saves", tmp_path, seconds=300, saves=True, least=0.1)
+    deaf, saves = step("deaf", tmp_path), step("saves", tmp_path, seconds=300, least=0.1)
     output, seconds = call(deaf, left=3)
     assert "deaf: stopped" in output and seconds < 20 and not still_there([int((tmp_path / "deaf").read_text())])
     assert program.estimate(deaf, list(program.read_lines(tmp_path / "gpu/steps.jsonl"))) > deaf.seconds
@@ -117,27 +113,6 @@ def test_every_command_of_a_gpu_is_understood():
             assert all((ROOT / word).is_file() for word in words if word.startswith("tests/"))
         else:
             cli.parse(TrainConfig, words).check()
-
-
-def test_the_carried_folder_brings_packages_and_the_same_rows(packed, tmp_path, monkeypatch):
-    def fetch(folder, python):
-        folder.mkdir(parents=True)
-        with zipfile.ZipFile(folder / "carried_thing-1.0-py3-none-any.whl", "w") as wheel:
-            for name, text in WHEEL.items():
-                wheel.writestr(f"carried_thing-1.0.dist-info/{name}", text)
-
-    monkeypatch.setattr(carry, "fetch", fetch)
-    rows = packed / "packed"
-    carry.pack(tmp_path / "carried", rows, "3.12")
-    unpacked = carry.unpack(tmp_path / "carried", tmp_path / "rows")
-    before, after = ({path.name: path.read_bytes() for path in folder.iterdir()} for folder in (rows, unpacked))
-    assert before == after
-    carry.install(tmp_path / "carried", tmp_path / "site")
-    assert list((tmp_path / "site").glob("carried_thing*"))
-    monkeypatch.setattr(carry, "MOST_CARRIED", 0)
-    with pytest.raises(Problem, match=r"rows\.tar\.xz"):
-        carry.pack(tmp_path / "large", rows, "3.12")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["carried", "rows", "site"]
 
 
 @pytest.mark.parametrize("only", [["--only", "operator-preset", "gpt-parts"], pytest.param([], marks=pytest.mark.slow)])
