@@ -191,7 +191,7 @@ def gka_candidates(case: Case, device: torch.device, dtype: torch.dtype, phase: 
     dense = functools.cache(lambda *lengths: case.mask.dense(*lengths, device).to(dtype))
 
     def eager(x, log_sigma, *separate):
-        visible = dense(x.shape[1], case.tokens) if case.mask != Mask() else None
+        visible = dense(x.shape[1], (*separate, x)[0].shape[1]) if case.mask != Mask() else None
         if lengths is not None:
             visible = (torch.arange(case.tokens, device=device) < lengths[:, None])[:, None, None].to(x.dtype)
         return testing.plain_attention(x, log_sigma, visible=visible, **case.named(separate))
