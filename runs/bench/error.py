@@ -8,7 +8,6 @@ Errors are relative Frobenius norms, the worse of full and causal, on inputs as 
 eps are compared with the oracle at that eps, routes that drop it with the oracle at eps = 0.
 """
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -63,7 +62,8 @@ def routes() -> Iterator[tuple[dict[str, Any], dict[str, float]]]:
             exact = testing.oracle(problem).named()
             for name in names:
                 result = run_route(name, problem).named()
-                by_route.setdefault(name, []).append({out: relative(result[out], exact[out]) for out in exact} | sizes)
+                off = {output: testing.error(result[output], exact[output]) for output in exact}
+                by_route.setdefault(name, []).append(off | sizes)
         for name, of_masks in by_route.items():
             settings = {"features": features, "dtype": str(dtype).removeprefix("torch."), "route": name}
             worst = {column: float(np.max([one[column] for one in of_masks])) for column in of_masks[0]}
@@ -93,11 +93,6 @@ def run_route(route: str, problem: testing.Problem) -> testing.Result:
         return testing.plain(problem)
     options: dict[str, Any] = dict(impl="sdpa", constant_norm=True) if route == CONSTANT_NORM else dict(impl=route)
     return testing.run(partial(gaussian_attention, causal=problem.mask.causal, **options), problem)
-
-
-def relative(result: torch.Tensor, exact: torch.Tensor) -> float:
-    """The root of the errors' squares over those of the exact result."""
-    return math.sqrt((result.double() - exact).square().sum().item() / exact.square().sum().item())
 
 
 def records(path: Path = FILE) -> list[dict]:

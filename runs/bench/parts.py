@@ -21,7 +21,7 @@ from nanochat_gka.model.blocks import norm
 from nanochat_gka.model.gpt import GPT
 from runs.bench.gpt import Case, GPTBenchConfig, LanguageCandidate, LanguageSubject
 from runs.bench.models import TRAINING
-from runs.bench.program import Comparison
+from runs.bench.program import Comparison, time_cases
 from runs.bench.timing import Measurement, Plan, interleave, release_memory
 from runs.table import Table
 from trainkit_gka import compiling
@@ -132,8 +132,15 @@ def optimise(candidate: LanguageCandidate) -> Callable[[int], None]:
     return step
 
 
-def measure(config: PartsConfig, runtime: Runtime, case: Case, dtype: str) -> Iterator[tuple[str, Comparison]]:
-    """Every part with its comparison of both models, and at last the step; then the table is printed."""
+def measure(config: PartsConfig, runtime: Runtime, case: Case, phase: str) -> Iterator[Comparison]:
+    """In each dtype a comparison of both models in every part, and at last in the step; then the table is printed."""
+    for dtype in config.dtypes_on(runtime.device.type):
+        yield from measure_in(dtype, config, runtime, case)
+        release_memory()
+
+
+def measure_in(dtype: str, config: PartsConfig, runtime: Runtime, case: Case) -> Iterator[Comparison]:
+    """`measure` in one dtype."""
     device, mode = runtime.device, config.mode("default", runtime)
     torch._dynamo.reset()
     compiling.allow_many_programs()
@@ -162,7 +169,7 @@ def measure(config: PartsConfig, runtime: Runtime, case: Case, dtype: str) -> It
         taken = {kind: measured.get((name, kind)) or measured[name, ""] for kind in ROLES}
         taken = {kind: of_step(one, calls_of[kind]) for kind, one in taken.items()}
         times[name] = {kind: one.median_ms for kind, one in taken.items()}
-        yield name, Comparison(settings, taken, ROLES, {kind: {"calls": calls_of[kind]} for kind in ROLES})
+        yield Comparison(settings, taken, ROLES, {kind: {"calls": calls_of[kind]} for kind in ROLES}, part=name)
     table(times).show()
 
 
@@ -194,12 +201,7 @@ def standard_cases(device_type: str, quick: bool) -> list[Case]:
 def main(config: PartsConfig) -> None:
     runtime = setup(config.device_type)
     chosen = config.choose(partial(Case.parse, phases=(TRAINING,)), standard_cases, runtime.device.type)
-    for _ in config.with_threads([torch.get_num_threads()]):
-        for case, _ in chosen:
-            for dtype in config.dtypes_on(runtime.device.type):
-                for part, comparison in measure(config, runtime, case, dtype):
-                    comparison.record(config, "parts", case.name, part, runtime.device)
-                release_memory()
+    time_cases("parts", config, chosen, runtime.device, partial(measure, config, runtime))
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ mixes hardware. Ratios are of the fastest candidate with the role "baseline" ove
 
 import re
 import uuid
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -87,16 +87,6 @@ class ComparisonConfig(BenchConfig):
     def dtypes_on(self, device_type: str) -> list[str]:
         return self.dtypes or (["bfloat16"] if device_type == "cuda" else ["float32", "bfloat16"])
 
-    def with_threads(self, otherwise: Iterable[int]) -> Iterator[int]:
-        """Every number of threads to time with, while torch uses it; `otherwise` if the user named none."""
-        before = torch.get_num_threads()
-        try:
-            for threads in self.threads or otherwise:
-                torch.set_num_threads(threads)
-                yield threads
-        finally:
-            torch.set_num_threads(before)
-
 
 def facts_of(candidate: str, phase: str, settings: dict[str, Any], hardware: str) -> dict[str, Any]:
     """What a candidate is, as columns of a row, from its name and the settings of its comparison.
@@ -139,12 +129,15 @@ def result_file(results: Path, benchmark: str, hardware: str) -> Path:
 
 @dataclass
 class Comparison:
-    """What was timed in turns. settings: dtype among them. measured, roles, metrics (further ones): by candidate."""
+    """What was timed in turns. settings: dtype among them. measured, roles, metrics (further ones): by candidate. part:
+    of a step, in place of the case's phase.
+    """
 
     settings: dict[str, Any]
     measured: dict[str, Measurement]
     roles: dict[str, str]
     metrics: dict[str, dict[str, Any]] = field(default_factory=dict)
+    part: str = ""
 
     def record(self, config: BenchConfig, benchmark: str, case: str, phase: str, device: torch.device) -> None:
         """Append a row for each candidate to the benchmark's file, and print it.
@@ -176,15 +169,20 @@ def summary(measurement: Measurement) -> str:
 
 def time_cases(
     benchmark: str, config: ComparisonConfig, chosen: list[tuple[Any, str]], device: torch.device,
-    measure: Callable[[Any, str], Iterable[Comparison]], threads: Iterable[int] = (),
+    measure: Callable[[Any, str], Iterable[Comparison]], threads: Sequence[int] = (),
 ) -> None:  # fmt: skip
     """Time and record the chosen cases. threads: numbers to time with if the user named none; empty = torch's own."""
-    with progress_bar() as bar:
-        for count in config.with_threads(threads or [torch.get_num_threads()]):
-            task = bar.add_task(f"{benchmark}, {count} threads", total=len(chosen), status="")
-            for case, phase in chosen:
-                bar.update(task, status=f"{case.name} {phase}")
-                for comparison in measure(case, phase):
-                    comparison.record(config, benchmark, case.name, phase, device)
-                release_memory()
-                bar.advance(task)
+    before = torch.get_num_threads()
+    try:
+        with progress_bar() as bar:
+            for count in config.threads or threads or [before]:
+                torch.set_num_threads(count)
+                task = bar.add_task(f"{benchmark}, {count} threads", total=len(chosen), status="")
+                for case, phase in chosen:
+                    bar.update(task, status=f"{case.name} {phase}")
+                    for comparison in measure(case, phase):
+                        comparison.record(config, benchmark, case.name, comparison.part or phase, device)
+                    release_memory()
+                    bar.advance(task)
+    finally:
+        torch.set_num_threads(before)

@@ -62,15 +62,13 @@ def operator(lines: pd.DataFrame | None = None) -> list[Table]:
         ours, softmax = timed.family == "gka", timed.family == "softmax"
         dense, single = timed.kernel == "dense mask", timed.kernel == "one by one"
         plain = timed.kernel.str.endswith(" without lengths")
-        every = row(label(timed.iloc[0]), timed)
-        if dense.any():
-            every += row("the same against a dense mask", timed[dense | ours])
-        if single.any():
-            one_by_one = timed[single | ours].replace({"role": {"other": "baseline"}})
-            every += row("the same against one sequence at a time", one_by_one)
-        if plain.any():
-            every += row("the same without lengths", as_ours(timed[plain | softmax]))
-        return every
+        one_by_one = timed[single | ours].replace({"role": {"other": "baseline"}})
+        return [
+            *row(label(timed.iloc[0]), timed),
+            *row("the same against a dense mask", timed[dense | ours]),
+            *row("the same against one sequence at a time", one_by_one),
+            *row("the same without lengths", as_ours(timed[plain | softmax])),
+        ]
 
     return by_machine(lines, HEADINGS, rows)
 
@@ -83,9 +81,11 @@ def models(lines: pd.DataFrame | None = None) -> list[Table]:
         if timed.phase.iloc[0].startswith("decode"):
             return []
         flops, preset = flops_ratio(timed), with_additions(timed)
-        every = row(label(timed.iloc[0]), timed, both_compiled(timed), flops)
-        every += row(WITH_OFFSETS, with_offsets(timed), "", flops)
-        return every + row(PRESET, preset, "", flops_ratio(preset))
+        return [
+            *row(label(timed.iloc[0]), timed, both_compiled(timed), flops),
+            *row(WITH_OFFSETS, with_offsets(timed), "", flops),
+            *row(PRESET, preset, "", flops_ratio(preset)),
+        ]
 
     return by_machine(lines, [*HEADINGS, "both compiled", "FLOPs ratio"], rows)
 
