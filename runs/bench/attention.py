@@ -17,13 +17,13 @@ thread, then with all. `python -m runs.bench.report` prints the tables.
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 
 from gka.impl.triton import configs
 from nanochat_gka.model.config import GPTConfig
-from runs.bench.operators import FULL, Case, Operator, gate, inputs, normalise, operators
+from runs.bench.operators import FULL, Case, Operator, gate, inputs, operators
 from runs.bench.program import Comparison, ComparisonConfig, time_cases
 from runs.bench.timing import Measurement, Plan, buffers_for, interleave
 from trainkit_gka.cli import UserError, run
@@ -77,39 +77,26 @@ def standard_cases(device_type: str, quick: bool) -> list[Case]:
 
 def make_calls(case: Case, phase: str, candidates: dict[str, Operator], buffers: int, device: torch.device):
     """name -> call(n): the operator, forward or forward and backward, on the n-th set of inputs."""
-    sets, grads = {}, {}
+    sets = {}
     for family, dtype in {(operator.family, operator.dtype) for operator in candidates.values()}:
-        drawn = (inputs(case, family, device, dtype, seed=10 + n) for n in range(buffers))
-        sets[family, dtype] = [
-            tuple(t.detach().requires_grad_(phase == FULL) for t in (normalise(case, s) if family == "gka" else s))
-            for s in drawn
-        ]
-        if phase == FULL:
-            grads[dtype] = [inputs(case, "gka", device, dtype, seed=100 + n)[0] for n in range(buffers)]
+        drawn = (inputs(case, family, device, dtype, 10 + n, phase == FULL).behind_front() for n in range(buffers))
+        sets[family, dtype] = [problem.map(lambda t: t.requires_grad_(phase == FULL)) for problem in drawn]
 
-    def forward(operator: Operator, n: int) -> None:
-        with torch.no_grad():
-            operator.function(*sets[operator.family, operator.dtype][n])
+    def work(operator: Operator, n: int) -> None:
+        p = sets[operator.family, operator.dtype][n]
+        y = operator.function(p.x, p.log_sigma, keys=p.keys, values=p.values)
+        if phase == FULL:  # softmax attention has no log_sigma
+            leaves = [t for t in (p.x, p.keys, p.values, p.log_sigma) if t is not None]
+            torch.autograd.grad(y, leaves, p.grad_y, allow_unused=True)
 
-    def full(operator: Operator, n: int) -> None:
-        tensors = sets[operator.family, operator.dtype][n]
-        torch.autograd.grad(operator.function(*tensors), tensors, grads[operator.dtype][n])
-
-    return {name: partial(full if phase == FULL else forward, operator) for name, operator in candidates.items()}
+    return {name: partial(work, operator) for name, operator in candidates.items()}
 
 
-def switched(path: str, device: torch.device) -> tuple[str, Callable[[Callable[..., Any]], Callable[..., Any]]]:
+def switched(path: str, device: torch.device) -> tuple[str, Callable[[Callable], Callable]]:
     """What our kernels are called with this path on, or without it if it is on, and what makes a call such a one."""
     generation = configs.generation(device)
     taken = configs.TABLES[generation].takes(path)
-
-    def switch(call: Callable[..., Any]) -> Callable[..., Any]:
-        def function(*arguments):
-            with configs.override(generation, paths={path: () if taken else ("",)}):
-                return call(*arguments)
-
-        return function
-
+    switch = configs.override(generation, paths={path: () if taken else ("",)})
     return f"gka triton {'without' if taken else 'with'} {path}", switch
 
 

@@ -31,16 +31,18 @@ def definition(q, k, v, mask: Mask):
     return torch.einsum("bhij,bjhd->bihd", scores.softmax(-1), v)
 
 
-def blocks(mask: Mask, num_queries: int, num_keys: int, size: int) -> list[tuple[int, int, int, int]]:
-    """(first, last, begin, end) for every `size` queries: their positions, and those of the keys that one of them sees;
-    last and end are exclusive.
+def blocks(mask: Mask, num_queries: int, num_keys: int, size: int) -> list[tuple[slice, int, slice]]:
+    """(queries, offset, keys) for every `size` queries: themselves, the keys that one of them sees, and the place of
+    the first of them among these keys.
     """
     before, after = mask.reach
     parts = []
-    for first in range(num_keys - num_queries, num_keys, size):
-        last = min(first + size, num_keys)
+    for row in range(0, num_queries, size):
+        last_row = min(row + size, num_queries)
+        first, last = (place + num_keys - num_queries for place in (row, last_row))
         begin = 0 if before is None else max(0, first - before)
-        parts.append((first, last, begin, num_keys if after is None else min(num_keys, last + after)))
+        end = num_keys if after is None else min(num_keys, last + after)
+        parts.append((slice(row, last_row), first - begin, slice(begin, end)))
     return parts
 
 
@@ -63,10 +65,10 @@ def sdpa(mask: Mask, backend: SDPBackend | None = None, block: int | None = None
             if mask.window is None:
                 return F.scaled_dot_product_attention(q, k, v, is_causal=mask.causal).transpose(1, 2)
             parts = []
-            for first, last, begin, end in blocks(mask, num_queries, num_keys, block or num_queries):
-                few = q[:, :, first - num_keys + num_queries : last - num_keys + num_queries]
-                visible = added(last - first, first - begin, end - begin, q.dtype, q.device)
-                parts.append(F.scaled_dot_product_attention(few, k[:, :, begin:end], v[:, :, begin:end], visible))
+            for rows, offset, seen in blocks(mask, num_queries, num_keys, block or num_queries):
+                few, keys, values = q[:, :, rows], k[:, :, seen], v[:, :, seen]
+                visible = added(few.shape[2], offset, keys.shape[2], q.dtype, q.device)
+                parts.append(F.scaled_dot_product_attention(few, keys, values, visible))
         return (torch.cat(parts, dim=2) if parts[1:] else parts[0]).transpose(1, 2)
 
     return attend
@@ -86,13 +88,12 @@ def products(mask: Mask) -> Softmax:
         q, k, v = (t.transpose(1, 2) for t in (q * q.shape[-1] ** -0.5, k, v))
         block = num_queries if visible == Mask() else PRODUCTS_BLOCK
         mixed = []
-        for first, last, begin, end in blocks(visible, num_queries, num_keys, block):
-            few = q[:, :, first - num_keys + num_queries : last - num_keys + num_queries]
-            scores = few @ k[:, :, begin:end].transpose(-2, -1)
+        for rows, offset, seen in blocks(visible, num_queries, num_keys, block):
+            scores = q[:, :, rows] @ k[:, :, seen].transpose(-2, -1)
             if visible != Mask():
-                i, j = torch.arange(first, last, device=q.device), torch.arange(begin, end, device=q.device)
-                scores = scores.masked_fill(~visible.visible(i[:, None], j), float("-inf"))
-            mixed.append(scores.softmax(-1) @ v[:, :, begin:end])
+                i, j = (torch.arange(count, device=q.device) for count in scores.shape[2:])
+                scores = scores.masked_fill(~visible.visible(i[:, None] + offset, j), float("-inf"))
+            mixed.append(scores.softmax(-1) @ v[:, :, seen])
         return torch.cat(mixed, dim=2).transpose(1, 2)
 
     return attend

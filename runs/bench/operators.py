@@ -7,7 +7,7 @@ Legend: B batch, T tokens, H heads, D head_dim.
 import functools
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 
@@ -28,7 +28,7 @@ GATE_TOKENS = {"cuda": 2048, "cpu": 512}  # float64 builds T x T matrices
 SIGMA_FACTOR = 1.3
 
 Tensors = tuple[torch.Tensor, ...]
-Candidates = dict[str, tuple[str, Callable[..., torch.Tensor]]]  # name -> role and function
+Candidates = dict[str, tuple[str, Callable[..., torch.Tensor]]]  # name -> role, and a route or a softmax attention
 
 
 @dataclass(frozen=True)
@@ -81,13 +81,7 @@ class Case:
 
     @classmethod
     def parse(cls, text: str, device_type: str = "") -> "Case":
-        """A shape as the command line gives it: BxTxHxD, then pN, or c, wN, n, and d or v. Raises ValueError for
-        anything else.
-
-        pN: padded, lengths from N to T. c: causal. wN: window N. n: RMS-normalised heads. d: decode. dk: decode with
-        derived keys, which needs n and a model's heads, of an even number of channels and at least 32 together. v:
-        separate values. vk: separate keys too, which needs n.
-        """
+        """A shape as `--shapes` has it. dk needs n and heads as a model has them; vk needs n. Raises ValueError."""
         form = r"(\d+)x(\d+)x(\d+)x(\d+)(?:p(\d+)|(c?)(?:w(\d+))?(n?)(?:(d)((?<=nd)k)?|(v(?:(?<=nv)k)?))?)"
         match = re.fullmatch(form, text)
         if not match or 0 in (sizes := [int(match[i]) for i in range(1, 5)]):
@@ -102,82 +96,75 @@ class Case:
         more = dict(queries=1 if decode else 0, derived=bool(derived), shortest=int(shortest) if shortest else None)
         return cls(text, *sizes, bool(causal), window, bool(normalised), **more, apart=apart or "")
 
-    def named(self, tensors: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
-        """What follows log_sigma in the arguments of a gka operator, by the names of `gaussian_attention`."""
-        names = ("keys",) if self.queries else {"": (), "v": ("values",), "vk": ("keys", "values")}[self.apart]
-        return dict(zip(names, tensors, strict=True))
-
 
 @dataclass(frozen=True)
 class Operator:
-    """A candidate. gka operators take (x, log_sigma) and what is separate: decoding the cache, else values, or keys
-    and values; softmax ones (q, k, v).
+    """A candidate: a route of `gka.testing`. Of softmax attention x, keys and values are q, k and v; in decoding the
+    cache is the keys, or the values where keys are derived from them.
     """
 
     role: str  # see runs/bench/program.py
     family: str  # gka or softmax
-    function: Callable[..., torch.Tensor]
+    function: testing.Route
     dtype: torch.dtype
 
 
-def log_sigma(case: Case, device) -> torch.Tensor:
-    """sigma^2 about where the models start: sqrt(D) for general features, D for normalised heads."""
-    sigma_squared = case.head_dim if case.constant_norm else math.sqrt(case.head_dim)
-    return torch.full((case.heads,), 0.5 * math.log(SIGMA_FACTOR * sigma_squared), device=device)
-
-
-def inputs(case: Case, family: str, device, dtype, seed: int) -> Tensors:
-    """Fresh random inputs of a family."""
+def inputs(case: Case, family: str, device, dtype, seed: int, full: bool) -> testing.Problem:
+    """Fresh random inputs of a family, with grad_y for a full pass."""
     generator = torch.Generator(device).manual_seed(seed)
 
     def draw(tokens: int) -> torch.Tensor:
         return torch.randn(case.batch, tokens, case.heads, case.head_dim, generator=generator, device=device).to(dtype)
 
-    queries = draw(case.queries or case.tokens)
     if family == "softmax":
-        return queries, draw(case.tokens), draw(case.tokens)
-    separate = 1 if case.queries else len(case.apart)
-    return (queries, log_sigma(case, device), *(draw(case.tokens) for _ in range(separate)))
-
-
-def normalise(case: Case, tensors: Tensors) -> Tensors:
-    """The arguments of a gka operator, its features behind the RMS norm of each head where the case has one."""
-    norm = case.norm
-    return tensors if norm is None else tuple(norm(t) if t.dim() == 4 else t for t in tensors)
+        names = ("keys", "values")
+    elif case.queries:
+        names = ("values",) if case.derived else ("keys",)
+    else:
+        names = {"": (), "v": ("values",), "vk": ("keys", "values")}[case.apart]
+    tensors = {name: draw(case.tokens) for name in names}
+    if family == "gka" and case.derived:
+        tensors = {name: case.norm(t) for name, t in tensors.items()}
+    queries = case.queries or case.tokens
+    # About where the models start, for normalised heads and for general features.
+    sigma_squared = SIGMA_FACTOR * (case.head_dim if case.constant_norm else math.sqrt(case.head_dim))
+    log_sigma = torch.full((case.heads,), 0.5 * math.log(sigma_squared), device=device)
+    tensors |= {"x": draw(queries), "log_sigma": log_sigma, "grad_y": draw(queries) if full else None}
+    return testing.Problem(**tensors, mask=case.mask, front=case.norm if family == "gka" else None)
 
 
 def operators(case: Case, device: torch.device, dtype: torch.dtype, phase: str) -> dict[str, Operator]:
     """Every candidate for the case on this device, ours first. One that cannot serve says so when it is called."""
     ours = derived_candidates(case, device) if case.derived else gka_candidates(case, device, dtype, phase)
-    candidates = {name: Operator(role, "gka", function, dtype) for name, (role, function) in ours.items()}
+    candidates = {name: Operator(role, "gka", route, dtype) for name, (role, route) in ours.items()}
     # On a CPU torch's own is slower in bfloat16 than in float32.
     float32 = {", float32": torch.float32} if device.type == "cpu" and dtype == torch.bfloat16 else {}
     for suffix, computed_in in {"": dtype, **float32}.items():
-        for name, (role, function) in softmax_candidates(case, device).items():
-            candidates[name + suffix] = Operator(role, "softmax", function, computed_in)
+        for name, (role, attend) in softmax_candidates(case, device).items():
+            candidates[name + suffix] = Operator(role, "softmax", as_route(attend), computed_in)
     return candidates
+
+
+def as_route(attend: baselines.Softmax) -> testing.Route:
+    return lambda x, log_sigma, *, keys, values: attend(x, keys, values)
 
 
 def gka_candidates(case: Case, device: torch.device, dtype: torch.dtype, phase: str) -> Candidates:
     """Our implementations, and GKA written out."""
-    x, sigma, *separate = (
-        t.requires_grad_(phase == FULL) for t in inputs(replace(case, batch=1), "gka", device, dtype, 0)
-    )
+    known = inputs(replace(case, batch=1), "gka", device, dtype, 0, full=False)
+    known = known.map(lambda t: t.requires_grad_(phase == FULL))
     options = dict(causal=case.causal, window=case.window)
     lengths = None if case.lengths is None else torch.tensor(case.lengths, device=device)
+    auto = select_impl(
+        known.x, log_sigma=known.log_sigma, keys=known.keys, values=known.values, constant_norm=case.constant_norm,
+        lengths=None if lengths is None else lengths.min()[None], **options,
+    )  # fmt: skip
 
-    def gaussian(impl: str, constant_norm: bool, lengths: torch.Tensor | None) -> Callable[..., torch.Tensor]:
-        more = dict(constant_norm=constant_norm, impl=impl, lengths=lengths)
-        return lambda x, log_sigma, *separate: gaussian_attention(
-            x, log_sigma, **case.named(separate), **options, **more
-        )
+    def decoding(x, log_sigma, *, keys, values):
+        return decode_attention(x, log_sigma, keys, constant_norm=case.constant_norm)
 
-    shortest = None if lengths is None else lengths.min()[None]
-    known = dict(log_sigma=sigma, lengths=shortest, **case.named(separate))
-    auto = select_impl(x, constant_norm=case.constant_norm, **known, **options)
-    candidates: Candidates = {}
-    if case.queries:  # what a model calls while it decodes
-        candidates["gka decoding"] = "ours", partial(decode_attention, constant_norm=case.constant_norm)
+    # What a model calls while it decodes.
+    candidates: Candidates = {"gka decoding": ("ours", decoding)} if case.queries else {}
     fused = [name for name, one in IMPLEMENTATIONS.items() if device.type in one.SERVES.fused_on]
     for impl in dict.fromkeys((auto, *fused)):
         # The CPU kernel computes norms, constant or not.
@@ -185,16 +172,18 @@ def gka_candidates(case: Case, device: torch.device, dtype: torch.dtype, phase: 
             usual = constant_norm == case.constant_norm
             role = "ours" if impl == auto and usual and not case.queries else "variant"
             name = f"gka {impl}" + ("" if usual else ", general norms")
-            candidates[name] = role, gaussian(impl, constant_norm, lengths)
+            more = dict(constant_norm=constant_norm, impl=impl, lengths=lengths)
+            candidates[name] = role, partial(gaussian_attention, **options, **more)
     if case.shortest == case.tokens:
-        candidates[f"gka {auto} without lengths"] = "variant", gaussian(auto, case.constant_norm, None)
+        more = dict(constant_norm=case.constant_norm, impl=auto)
+        candidates[f"gka {auto} without lengths"] = "variant", partial(gaussian_attention, **options, **more)
     dense = functools.cache(lambda *lengths: case.mask.dense(*lengths, device).to(dtype))
 
-    def eager(x, log_sigma, *separate):
-        visible = dense(x.shape[1], (*separate, x)[0].shape[1]) if case.mask != Mask() else None
+    def eager(x, log_sigma, *, keys, values):
+        visible = dense(x.shape[1], (x if keys is None else keys).shape[1]) if case.mask != Mask() else None
         if lengths is not None:
             visible = (torch.arange(case.tokens, device=device) < lengths[:, None])[:, None, None].to(x.dtype)
-        return testing.plain_attention(x, log_sigma, visible=visible, **case.named(separate))
+        return testing.plain_attention(x, log_sigma, keys=keys, values=values, visible=visible)
 
     return candidates | {"gka eager": ("eager", eager)}
 
@@ -203,10 +192,12 @@ def derived_candidates(case: Case, device: torch.device) -> Candidates:
     """A decoding step of a language model whose values are not rotated; and GKA written out."""
     derive, rotary = derived_keys(case, device)
 
-    def eager(x, log_sigma, cache):
-        return testing.plain_attention(x, log_sigma, keys=derive(cache), values=cache)
+    def ours(x, log_sigma, *, keys, values):
+        return decode_attention(x, log_sigma, values, rotary=rotary.tables, constant_norm=True)
 
-    ours = partial(decode_attention, rotary=rotary.tables, constant_norm=True)
+    def eager(x, log_sigma, *, keys, values):
+        return testing.plain_attention(x, log_sigma, keys=derive(values), values=values)
+
     return {"gka decoding": ("ours", ours), "gka eager": ("eager", eager)}
 
 
@@ -214,7 +205,7 @@ def derived_keys(case: Case, device: torch.device) -> tuple[Callable[[torch.Tens
     """(keys of a cache: its rotation and norm, the rotation)."""
     rotary = Rotary(case.head_dim, case.tokens).to(device)
     rotary.init_weights()
-    return lambda cache: F.rms_norm(rotary(cache, slice(0, case.tokens)), (case.head_dim,)), rotary
+    return lambda cache: case.norm(rotary(cache, slice(0, case.tokens))), rotary
 
 
 def softmax_candidates(case: Case, device: torch.device) -> Candidates:
@@ -266,41 +257,31 @@ def _wrong(
     operator: Operator, case: Case, phase: str, device: torch.device, rows: list[int], length: int
 ) -> str | None:
     """Why the operator is wrong on the first `length` tokens of these sequences of the batch."""
-    dtype, judged = operator.dtype, torch.tensor(rows, device=device)
-    tensors = inputs(case, operator.family, device, dtype, seed=1)
-    few = tuple(t[judged, :length] if t.dim() == 4 else t for t in tensors)
-    grad_y = inputs(case, "gka", device, dtype, seed=2)[0][judged, :length] if phase == FULL else None
-    softmax = operator.family == "softmax"
-    tensors_of_all = tensors if softmax else normalise(case, tensors)
+    judged = torch.tensor(rows, device=device)
+    whole = inputs(case, operator.family, device, operator.dtype, seed=1, full=phase == FULL)
+    few = whole.map(lambda t: t[judged, :length] if t.dim() == 4 else t)
+    whole = whole.behind_front()
 
-    def put(t: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
-        return t.index_copy(0, judged, torch.cat([part, t[judged, part.shape[1] :]], 1)) if t.dim() == 4 else part
+    def put(name: str, part: torch.Tensor) -> torch.Tensor | None:
+        """The whole batch with these judged sequences."""
+        t = getattr(whole, name)
+        return None if t is None else t.index_copy(0, judged, torch.cat([part, t[judged, part.shape[1] :]], 1))
 
     def route(x, log_sigma, *, keys, values):
-        """The operator on the whole batch, into which the judged sequences are put."""
-        parts = (x, keys, values) if softmax else (x, log_sigma, None if case.derived else keys, values)
-        parts = map(put, tensors_of_all, (t for t in parts if t is not None))
-        return operator.function(*parts)[judged, :length]
+        y = operator.function(put("x", x), log_sigma, keys=put("keys", keys), values=put("values", values))
+        return y[judged, :length]
 
-    if softmax:
-        q, k, v = few
-        return _judge_softmax(route, testing.Problem(q, log_sigma(case, device), v, grad_y, k, case.mask))
-    x, sigma, *separate = few
+    if operator.family == "softmax":
+        return _judge_softmax(route, few)
     if case.derived:
-        x, values = normalise(case, (x, *separate))
-        keys = derived_keys(case, device)[0](values.double()).to(dtype)
-        problem = testing.Problem(x, sigma, keys=keys, values=values)
-    else:
-        problem = testing.Problem(x, sigma, grad_y=grad_y, mask=case.mask, front=case.norm, **case.named(separate))
-    return testing.judge(route, problem, slack=EPS)  # some implementations drop eps, and so does the oracle
+        few = few.behind_front()
+        few = replace(few, keys=derived_keys(case, device)[0](few.values.double()).to(operator.dtype))
+    return testing.judge(route, few, slack=EPS)  # some implementations drop eps, and so does the oracle
 
 
 def _judge_softmax(route: testing.Route, problem: testing.Problem) -> str | None:
     """`testing.judge` for the baselines, with `baselines.definition` as oracle and as plain PyTorch."""
-
-    def definition(x, log_sigma, *, keys, values):
-        return baselines.definition(x, keys, values, problem.mask)
-
+    definition = as_route(partial(baselines.definition, mask=problem.mask))
     runs = (route, problem), (definition, problem.double()), (definition, problem)
     got, exact, plain = (testing.run(*each).named() for each in runs)
     dtype, head_dim = problem.x.dtype, problem.x.shape[-1]

@@ -137,8 +137,8 @@ def test_a_path_is_switched_for_the_length_of_a_call(path):
 
 # Tuning: every candidate is held to the error budget with its own tiles, then timed in turns
 
-SMALL = [Workload(kernel, 1, 20, 2, 32, window=8) for kernel in ("forward", "queries", "keys")]
-SMALL += [Workload(kernel, 1, 20, 2, 32) for kernel in ("symmetric", "decode")]
+SMALL = [Workload(kernel, "1x20x2x32cw8nv") for kernel in ("forward", "queries", "keys")]
+SMALL += [Workload("symmetric", "1x20x2x32"), Workload("decode", "1x20x2x32cnd")]
 
 
 def entry(kernel):

@@ -99,17 +99,20 @@ def test_the_gate_stops_what_is_wrong(family):
     right = operators(case, CPU, torch.float32, FULL)[f"{family} sdpa"]
 
     def judge(change, phase=FULL):
-        changed = replace(right, function=lambda *tensors: change(right.function(*tensors), tensors))
-        return gate(changed, case, phase, CPU)
+        def function(x, log_sigma, *, keys, values):
+            y = right.function(x, log_sigma, keys=keys, values=values)
+            return change(y, log_sigma if family == "gka" else values)
 
-    assert judge(lambda y, tensors: y) is None
-    assert "y is off by 1.0e-03" in judge(lambda y, tensors: 1.001 * y, FORWARD)
-    assert "y is off by nan" in judge(lambda y, tensors: y * float("nan"), FORWARD)
+        return gate(replace(right, function=function), case, phase, CPU)
+
+    assert judge(lambda y, other: y) is None
+    assert "y is off by 1.0e-03" in judge(lambda y, other: 1.001 * y, FORWARD)
+    assert "y is off by nan" in judge(lambda y, other: y * float("nan"), FORWARD)
     last = torch.zeros(3, 1, 1, 1)
     last[-1] = 1e-3
-    assert "y is off" in judge(lambda y, tensors: y + last, FORWARD)
-    place, name = {"gka": (1, "dlog_sigma"), "softmax": (2, "dv")}[family]
-    assert name in judge(lambda y, tensors: y + (tensors[place] - tensors[place].detach()).sum() * 0.01)
+    assert "y is off" in judge(lambda y, other: y + last, FORWARD)
+    name = {"gka": "dlog_sigma", "softmax": "dvalues"}[family]
+    assert name in judge(lambda y, other: y + (other - other.detach()).sum() * 0.01)
 
 
 @pytest.mark.parametrize("phase", [TRAINING, gpt.PREFILL, "decode-8"])
