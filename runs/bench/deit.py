@@ -114,6 +114,9 @@ class VisionSubject(models.Subject):
         generator = torch.Generator(device).manual_seed(SEED)
         images = torch.randn(case.batch, 3, PIXELS, PIXELS, generator=generator, device=device)
         targets = torch.rand(case.batch, CLASSES, generator=generator, device=device).softmax(-1)
+        self.shared_optimizer = make_optimizer(model, RECIPE)
+        for group in self.shared_optimizer.param_groups:
+            group["capturable"] = device.type == "cuda"
         super().__init__(kind, phase, model, images, targets, slice(0, min(2, case.batch)), ignored=0.0)
 
     def network(self, dtype: str, mode: str):
@@ -124,24 +127,14 @@ class VisionSubject(models.Subject):
         models.compile_blocks(twin.blocks, self.kind)
         return twin, self.model
 
-    def logits(self, network, inputs, dtype):
-        with autocast(self.device, dtype):
-            return network(inputs)
-
-    def loss(self, network, inputs, targets, dtype):
+    def compute(self, network, dtype, inputs, targets=None):
         """As the trainer: the model under autocast, then cross entropy with soft targets, a mean over the images."""
         with autocast(self.device, dtype):
-            return SoftTargetCrossEntropy()(network(inputs), targets)
+            logits = network(inputs)
+            return logits if targets is None else SoftTargetCrossEntropy()(logits, targets)
 
     def scale(self, inputs):
         return len(inputs) / len(self.targets)
-
-    @functools.cached_property
-    def shared_optimizer(self) -> torch.optim.Optimizer:
-        optimizer = make_optimizer(self.model, RECIPE)
-        for group in optimizer.param_groups if self.device.type == "cuda" else ():
-            group["capturable"] = True
-        return optimizer
 
     def optimizer(self, compiled: bool):
         return self.shared_optimizer

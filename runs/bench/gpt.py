@@ -147,10 +147,7 @@ class LanguageSubject(models.Subject):
         network.loss = torch.compile(network.loss, dynamic=False)
         return network, model
 
-    def logits(self, network, inputs, dtype):
-        return network(inputs)
-
-    def loss(self, network, inputs, targets, dtype):
+    def compute(self, network, dtype, inputs, targets=None):
         return network(inputs, targets)
 
     def optimizer(self, compiled):

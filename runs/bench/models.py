@@ -68,8 +68,8 @@ class Subject:
 
     judged: index of the part of the batch that the gate compares with float64; the targets of the rest are `ignored`.
     A subclass has network(dtype, mode), the model in a mode of torch.compile and its module before that;
-    logits(network, inputs, dtype) and loss(network, inputs, targets, dtype); optimizer(compiled), at a rate of 0, so
-    that weights stay what they are; and state(optimizer), its tensors.
+    compute(network, dtype, inputs, targets), the loss or, without targets, logits; optimizer(compiled), at a rate of 0,
+    so that weights stay what they are; and state(optimizer), its tensors.
     """
 
     def __init__(self, kind: str, phase: str, model: nn.Module, inputs, targets, judged, ignored: float):
@@ -96,9 +96,9 @@ class Subject:
     def answer(self, network: Callable, model: nn.Module, dtype: str, inputs, targets) -> torch.Tensor:
         """The gradient of all parameters of `model`, or logits, of a network, in float64."""
         if self.phase == TRAINING:
-            return gradient(model, lambda: self.scale(inputs) * self.loss(network, inputs, targets, dtype))
+            return gradient(model, lambda: self.scale(inputs) * self.compute(network, dtype, inputs, targets))
         with torch.inference_mode():
-            return self.logits(network, inputs, dtype)[self.judged].double()
+            return self.compute(network, dtype, inputs)[self.judged].double()
 
 
 class Candidate:
@@ -112,10 +112,10 @@ class Candidate:
 
     def infer(self, n: int) -> None:
         with torch.inference_mode():
-            self.subject.logits(self.network, self.subject.inputs, self.dtype)
+            self.subject.compute(self.network, self.dtype, self.subject.inputs)
 
     def train(self, n: int) -> None:
-        self.subject.loss(self.network, self.subject.inputs, self.subject.targets, self.dtype).backward()
+        self.subject.compute(self.network, self.dtype, self.subject.inputs, self.subject.targets).backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
 

@@ -120,7 +120,7 @@ def gradients_of(part: Part, model: GPT, compiled: bool) -> Callable[[int], Any]
 def optimise(candidate: LanguageCandidate) -> Callable[[int], None]:
     """The optimiser's step, with the gradients of a batch."""
     subject, parameters = candidate.subject, list(candidate.model.parameters())
-    subject.loss(candidate.model, subject.inputs, subject.targets, candidate.dtype).backward()
+    subject.compute(candidate.model, candidate.dtype, subject.inputs, subject.targets).backward()
     gradients = [parameter.grad for parameter in parameters]
 
     def step(n: int) -> None:
