@@ -98,12 +98,12 @@ def facts_of(candidate: str, phase: str, settings: dict[str, Any], hardware: str
     name, eager, _ = name.partition(" eager")
     head, _, kernel = name.partition(" ")
     family, _, form = head.partition("-")
-    whole_model = "compile" in settings or "compile_mode" in settings
+    mode = settings.get("compile", settings.get("compile_mode"))  # None: not a whole model
     if family == "softmax" and form in KERNEL_KINDS:
         form, kernel = "", form
     if family == "softmax" and settings.get("window") is not None and kernel == "sdpa":
         kernel = "dense mask"  # SDPA takes a window as a mask
-    if eager and not whole_model:
+    if eager and mode is None:
         kernel = "eager"
     general = " general norms" if more == "general norms" else ""
     threads = re.search(r", (\d+) threads?$", hardware)
@@ -112,7 +112,7 @@ def facts_of(candidate: str, phase: str, settings: dict[str, Any], hardware: str
         "form": form,
         "kernel": kernel + general,
         "computed_in": more if more and not general else settings.get("dtype", ""),
-        "compiled": whole_model and not (eager or phase.startswith("decode") or settings.get("compile") == "off"),
+        "compiled": mode not in (None, "off") and not eager and not phase.startswith("decode"),
         "threads": settings.get("threads", int(threads[1]) if threads else None),
     }
 

@@ -245,7 +245,7 @@ def with_additions(timed: pd.DataFrame) -> pd.DataFrame:
 
 def row(name: str, timed: pd.DataFrame, *more: str) -> list[Row]:
     """The row of one case and phase, in a list; no row if a side was never right."""
-    if timed.empty or (ratios := frames.ratios(timed)).empty:
+    if not {"baseline", "ours"} <= {*timed.role} or (ratios := frames.ratios(timed)).empty:
         return []
     sides = frames.sides(timed).loc[ratios.index]
     times = []
@@ -403,21 +403,20 @@ def remarks(lines: pd.DataFrame) -> list[str]:
 
 def show(hardware: str, config: BenchReportConfig) -> None:
     """Print everything of one machine, given by its name or its slug. Raises UserError if it has nothing."""
-    wanted, loaded = slug(with_chip(hardware)), {}
-    for name in ("attention", "deit", "gpt"):
+    wanted, found = slug(with_chip(hardware)), False
+    for name, builders in {"attention": [operator], "deit": [models], "gpt": [models, training, decode]}.items():
         lines = frames.bench(name, config.results, config.quick)
         lines = lines[(lines.machine.map(slug) == wanted) | (lines.hardware.map(with_chip).map(slug) == wanted)]
-        if len(lines):
-            loaded[name] = by_size(lines) if name == "deit" else lines
-    if not loaded:
-        quick = "" if config.quick else " (runs made with --quick count only with --quick)"
-        raise UserError(f"{config.results} has no benchmark of {hardware}{quick}; runs.bench.attention makes one")
-    for name, lines in loaded.items():
-        for builder in {"attention": [operator], "deit": [models], "gpt": [models, training, decode]}[name]:
-            for each in builder(lines):
-                each.show()
+        if lines.empty:
+            continue
+        found, lines = True, by_size(lines) if name == "deit" else lines
+        for table in (table for builder in builders for table in builder(lines)):
+            table.show()
         for text in remarks(lines):
             console.print(f"- {text}", highlight=False, markup=False)
+    if not found:
+        quick = "" if config.quick else " (runs made with --quick count only with --quick)"
+        raise UserError(f"{config.results} has no benchmark of {hardware}{quick}; runs.bench.attention makes one")
 
 
 def main(config: BenchReportConfig) -> None:
