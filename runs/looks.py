@@ -3,8 +3,9 @@
 Heads and layers have another palette, `trainkit_gka.plots.shades`.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from trainkit_gka.plots import BLUE, ORANGE, PURPLE, SKY, subplots
 
 WIDTH = 8.5  # inches: a page shows them at nearly their own size
 DPI = 120
+LARGE = 13  # points
 
 
 @dataclass(frozen=True)
@@ -60,8 +62,30 @@ def legend(figure, axes: Iterable[Any], columns: int) -> None:
     figure.legend(entries.values(), entries, loc="outside lower center", ncols=columns, fontsize=9, frameon=False)
 
 
-def save(figure, title: str, path: Path) -> Path:
-    """Write the figure under its title. Returns the path."""
-    figure.suptitle(title, fontsize=11)
-    figure.savefig(path, dpi=DPI)
+def slide(headings: Sequence[str]) -> tuple[Any, Any, Any]:
+    """A figure of 16:9 in large letters, for a page and for a talk, and its two axes, whose rows are the same.
+
+    The first is for points, the second for words: a column at 0, 1, ... under each heading.
+    """
+    figure, (points, words) = panels(1, 2, WIDTH * 9 / 16, sharey=True, width_ratios=(6, len(headings)))
+    for axis in (points, words):
+        axis.tick_params(labelsize=LARGE, left=False, top=False)
+        axis.grid(visible=False, axis="y")
+    points.xaxis.label.set_size(LARGE)
+    words.xaxis.tick_top()
+    words.set_xticks(range(len(headings)), headings)
+    words.set_xlim(-0.5, len(headings) - 0.5)
+    words.grid(visible=False)
+    words.spines[:].set_visible(False)
+    words.tick_params(top=False)
+    return figure, points, words
+
+
+def save(figure, title: str, path: Path, size: int = 11, dpi: int = DPI) -> Path:
+    """Write the figure under its title, of `size` points. Returns the path."""
+    figure.suptitle(title, fontsize=size)
+    figure.savefig(path, dpi=dpi)
     return path
+
+
+save_slide = partial(save, size=15, dpi=2 * DPI)

@@ -10,7 +10,6 @@ of one comparison, whose candidates were timed in turns.
 """
 
 import re
-import textwrap
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,10 +19,11 @@ import pandas as pd
 from gka.kinds import KINDS
 from runs import frames, pages
 from runs.bench.program import BenchConfig, slug
-from runs.looks import LOOKS, legend, panels, save
+from runs.looks import LARGE, LOOKS, save_slide, slide
 from runs.table import Row, Table, measured
 from trainkit_gka.cli import UserError, run
 from trainkit_gka.distributed import setup
+from trainkit_gka.plots import BLUE
 from trainkit_gka.progress import console
 from trainkit_gka.results import describe_hardware, with_chip
 
@@ -322,59 +322,53 @@ def label(line: pd.Series) -> str:
 # The picture of speed-ups
 
 PICTURE = frames.RESULTS / "pictures" / "speed.png"
-TITLE = "How many times as fast GKA (the paper's form) is as softmax attention on CPUs, in float32"
-# The operator alone and then whole models, all float32; the tables have the other cases.
+TITLE = "How many times as fast as softmax attention is GKA (the paper's form)?"
+TICKS = [0.7, 1, 1.5, 2, 3, 4]
+LEFT_OUT = ("padded", "decode", "sweep")
 DRAWN = {
-    "attention": [*((case, FULL) for case in ("vit-ti", "vit-b", "lm-full", "lm-short-window")),
-                  ("decode-b8-1024", "forward")],
-    "deit": [(case, phase) for case in ("deit-ti-b8", "deit-b-b8") for phase in ("inference", STEP)],
-    "gpt": [("d4", STEP), ("d8", STEP)],
-}  # fmt: skip
-MARKERS = "osD^vP"
+    "the operator, forward + backward": {"attention": FULL},
+    "whole models, a training step": {"deit": STEP, "gpt": STEP},
+}
 
 
 def speedups(results: Path | None = None) -> pd.DataFrame:
-    """A row for every case of DRAWN that was timed on a CPU: case, machine, threads, and the ratio of the times of
-    softmax's fastest and ours.
+    """The ratio of the times of softmax's fastest and ours, a row for every case of DRAWN without LEFT_OUT.
+
+    Columns: title, of DRAWN; chip, with a dtype other than float32; threads, 0 on a GPU; ratio.
     """
-    rows, phases = [], PHASES | {STEP: "training step"}
-    for benchmark, cases in DRAWN.items():
+    rows = []
+    for title, benchmark, phase in ((title, *of) for title, phases in DRAWN.items() for of in phases.items()):
         lines = frames.bench(benchmark, results)
-        lines = lines[lines.threads.notna()]
-        for case, phase in cases:
-            for machine, timed in by(lines[(lines.case == case) & (lines.phase == phase)], "machine"):
-                name = f"{label(timed.iloc[0])}, {phases.get(phase, phase)}"
-                ratios = frames.ratios(timed).items()
-                rows += [[name, benchmark, machine, int(threads), ratio] for threads, ratio in ratios]
-    return pd.DataFrame(rows, columns=["case", "benchmark", "machine", "threads", "ratio"])
+        lines = lines[(lines.phase == phase) & ~lines.case.str.startswith(LEFT_OUT)]
+        for (_, machine), timed in by(lines, "case", "machine"):
+            dtype = timed["dtype"].iloc[0]
+            chip = re.sub(r"\(R\)| Processor| family 6", "", machine).replace(" held to", ",")
+            chip += "" if dtype == "float32" else f", {dtype}"
+            rows += [[title, chip, int(threads), ratio] for threads, ratio in frames.ratios(timed).items()]
+    return pd.DataFrame(rows, columns=["title", "chip", "threads", "ratio"])
 
 
 def draw_speedups(frame: pd.DataFrame, path: Path) -> Path:
-    """The picture of `speedups`: a line for every case, a marker for every machine, open with one thread.
-
-    Cases of the operator stand above those of whole models.
-    """
-    benchmarks = dict(zip(frame.case, frame.benchmark))
-    cases = list(benchmarks)
-    places = {case: number + 0.8 * (benchmarks[case] != "attention") for number, case in enumerate(cases)}
-    texts = [textwrap.fill(case, 44) for case in cases]
-    figure, [axis] = panels(1, 1, 1.6 + sum(0.2 + 0.16 * (1 + text.count("\n")) for text in texts))
-    colour, markers = LOOKS[GKA].colour, dict(zip(dict.fromkeys(frame.machine), MARKERS))
-    most = frame.groupby("machine").threads.max()
-    for (machine, threads), timed in frame.groupby(["machine", "threads"], sort=False):
-        name = machine.replace("(R)", "") if threads == most[machine] else "_"  # one entry of the legend a machine
-        heights = [places[case] + (0.14 if threads == 1 else -0.14) for case in timed.case]
-        face = "none" if threads == 1 else colour
-        style = dict(linestyle="none", color=colour, markerfacecolor=face, markersize=6.5)
-        axis.plot(timed.ratio, heights, markers[machine], label=name, **style)
-    axis.axvline(1, color="#8c8c8c", linewidth=1, linestyle="--")
-    axis.set_yticks(list(places.values()), texts)
-    axis.set(ylim=(max(places.values()) + 0.5, -0.5))
-    axis.set_xlabel(f"time of {SOFTMAX} / time of {GKA}\n(open: one thread, filled: two)")
-    axis.set_xlim(min(0.9, axis.get_xlim()[0]), None)
-    axis.xaxis.set_major_formatter("{x:g}×")
-    legend(figure, [axis], 2)
-    return save(figure, TITLE, path)
+    """The picture of `speedups`: a row for every chip, a dot for each case and number of threads; GPUs are squares."""
+    figure, axis, words = slide(["median"])
+    rows: list[str] = []
+    for title, part in by(frame, "title"):
+        heading = dict(fontsize=LARGE, va="center", backgroundcolor="white")
+        axis.text(0.02, len(rows), title, transform=axis.get_yaxis_transform(), **heading)
+        rows.append("")
+        for chip, timed in by(part, "chip"):
+            look = dict(color=LOOKS[GKA].colour, marker="o") if timed.threads.all() else dict(color=BLUE, marker="s")
+            axis.plot(timed.ratio, [len(rows)] * len(timed), linestyle="none", markersize=8, alpha=0.5, **look)
+            median = f"{timed.ratio.median():.1f}×"
+            words.text(0, len(rows), median, fontsize=LARGE, va="center", ha="center")
+            rows.append(chip)
+    axis.axvline(1, color="grey", linewidth=1.5)
+    axis.set(xscale="log", ylim=(len(rows) - 0.4, -0.6))
+    axis.set_xticks(TICKS, [f"{tick:g}×" for tick in TICKS])
+    axis.set_xticks([], minor=True)
+    axis.set_yticks(range(len(rows)), rows)
+    axis.set_xlabel(f"time of {SOFTMAX} / time of {GKA}: left of 1× {SOFTMAX} is faster")
+    return save_slide(figure, TITLE, path)
 
 
 # One machine in the terminal

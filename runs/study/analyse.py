@@ -26,7 +26,7 @@ from scipy import stats
 
 from runs import pages
 from runs.frames import RESULTS, frame, records
-from runs.looks import Look, legend, panels, save
+from runs.looks import LARGE, Look, legend, panels, save, save_slide, slide
 from runs.study.train import (
     BUDGETS,
     CONTROL,
@@ -40,7 +40,7 @@ from runs.study.train import (
 )
 from runs.table import NOT_RUN, Table, by_machine
 from trainkit_gka.cli import UserError, run
-from trainkit_gka.plots import BLACK, BLUE, GREEN, ORANGE, SKY, VERMILION
+from trainkit_gka.plots import BLACK, BLUE, GREEN, GREY, ORANGE, PURPLE, SKY, VERMILION
 from trainkit_gka.progress import console, read_lines
 
 PAGES = ("README.md", "docs/results.md", "runs/study/README.md", "runs/study/TABLES.md")
@@ -63,6 +63,9 @@ WHEN = {  # to take a form
     RIVAL: "softmax with all that the preset has",
 }
 IMAGES = {"cifar10": "CIFAR-10", "images": "600 photographs"}  # names of sets for people
+OFFSETS = ("LRUB", "NLUD")  # spatial ones
+# The order of tables and pictures; other forms follow.
+IMAGE_FORMS = ["softmax", "VLT", "GKA", "GGGA", "GGGGGA", *(f"{a} + {b}" for b in OFFSETS for a in ("softmax", "GKA"))]
 
 
 # Intervals
@@ -365,6 +368,8 @@ def images_of(folder: Path) -> dict[str, tuple[dict[str, Any], dict[str, pd.Data
         if rows := chosen_rows(path, "ema_top1", "sigma"):
             cells = cells_of(rows, (), ("flops", "images_per_second", "ema_top1")).groupby("form", sort=False)
             by_form = {form: cell.set_index("seed").sort_index() for form, cell in cells}
+            known = [form for form in IMAGE_FORMS if form in by_form]
+            by_form = {form: by_form[form] for form in dict.fromkeys([*known, *by_form])}
             sets[path.stem.removeprefix("vision_")] = rows[0]["data"], by_form
     return sets
 
@@ -461,22 +466,32 @@ TABLES: dict[str, Callable[[Path], list[Table]]] = {
 # Pictures
 
 OPEN = (0, (4, 2))  # dashes
-LOOKS = {
+LOOKS = {  # markers differ, so that forms can be told apart without colours
     "softmax": Look(BLACK),
     CONTROL: Look(SKY, "s"),
-    PAPER: Look(VERMILION),
-    "GKA + offsets": Look(ORANGE, "s"),
+    PAPER: Look(VERMILION, "v"),
+    "GKA + offsets": Look(ORANGE, "^"),
     HALF_VE: Look(GREEN, "D"),
-    "GGGA + offsets": Look(BLUE, "s"),
+    "GGGA + offsets": Look(BLUE, "P"),
     PRESET: Look(GREEN, "*", OPEN),
-    RIVAL: Look(SKY, "*", OPEN),
+    RIVAL: Look(SKY, "X", OPEN),
+}
+MEAN = "causal mean"
+NAMES = {  # for people
+    PAPER: "GKA, the paper's form",
+    "GGGA": "hybrid (GGGA)",
+    "GGGGGA": "hybrid (GGGGGA)",
+    "GGGA + offsets": "hybrid (GGGA) + offsets",
+    PRESET: "GKA, the preset",
+    RIVAL: "softmax + the same\nas the preset",
+    MEAN: "a mean of all earlier tokens",
 }
 LOSS = "validation bits per byte"
 
 
 def style(form: str, **changed: Any) -> dict[str, Any]:
-    """How a form is drawn: arguments of matplotlib's plot and errorbar."""
-    return LOOKS[form]("GKA, the preset" if form == PRESET else form, **changed)
+    """How a form is drawn: arguments of matplotlib's plot and errorbar. The preset has the largest marker."""
+    return LOOKS[form](NAMES.get(form, form), **{"markersize": 10 if form == PRESET else 5} | changed)
 
 
 def finish(figure: Any, axes: Iterable[Any], title: str, path: Path) -> None:
@@ -487,10 +502,11 @@ def finish(figure: Any, axes: Iterable[Any], title: str, path: Path) -> None:
 
 def draw_budgets(study: Study, name: str, path: Path) -> None:
     """Differences from CONTROL against the tokens of the training, a panel a depth."""
-    figure, axes = panels(1, len(BUDGETS), 3.9, sharey=True)
-    for axis, (depth, budgets) in zip(axes, BUDGETS.items(), strict=True):
+    depths = [depth for depth in BUDGETS if any(place[0] == depth for place in study.places)]
+    figure, axes = panels(1, len(depths), 4.2, sharey=True)
+    for axis, depth in zip(axes, depths, strict=True):
         for number, form in enumerate(form for form in LOOKS if form != CONTROL):
-            ends = {tokens: study.interval(form, CONTROL, (depth, tokens)) for tokens in budgets}
+            ends = {tokens: study.interval(form, CONTROL, (depth, tokens)) for tokens in BUDGETS[depth]}
             ends = {tokens * 2 ** (0.06 * (number - 3)): one for tokens, one in ends.items() if one}
             known = ends.values()
             axis.plot(ends.keys(), [one.value for one in known], **style(form))
@@ -520,43 +536,60 @@ def draw_time(study: Study, name: str, path: Path) -> None:
 
 
 def draw_quality(study: Study, name: str, path: Path) -> None:
-    """Differences from CONTROL with their intervals, against parameters and minutes, after the longest training."""
-    place = study.longest
-    cells = {form: study.at(form, place) for form in LOOKS if study.has(form, place)}
-    over = {form: study.interval(form, CONTROL, place) for form in cells if form != CONTROL}
-    over[CONTROL] = Interval(0.0, math.nan, math.nan, 0)
-    ordered = sorted(one.value for one in over.values())
-    is_broken = len(ordered) > 2 and ordered[-1] - ordered[-2] > ordered[-2] - ordered[0]  # the axis, for one far away
-    heights = [1, 3] if is_broken else [1]
-    figure, axes = panels(len(heights), 2, 5.2, sharex="col", sharey="row", height_ratios=heights)
-    for row, column in itertools.product(range(len(heights)), range(2)):
-        axis = axes[2 * row + column]
-        for form in cells:
-            one, size = over[form], {PRESET: 13, RIVAL: 9}.get(form, 6)
-            cost = study.cost(form, place, TIME) / 60 if column else cells[form].parameters.iloc[0] / 1e6
-            bars = None if math.isnan(one.low) else [[one.value - one.low], [one.high - one.value]]
-            axis.errorbar(cost, one.value, bars, **style(form, linestyle="none", markersize=size))
-        axis.margins(x=0.12)
-        axis.set_xlim(left=0)
-    for axis in axes[-2:]:
-        axis.axhline(0, color="grey", linewidth=0.8)
-    if is_broken:
-        margin = (ordered[-2] - ordered[0]) * 0.4
-        axes[2].set_ylim(ordered[0] - margin, ordered[-2] + margin)
-        axes[0].set_ylim(ordered[-1] - margin / 2, ordered[-1] + margin / 2)
-        for upper, lower in zip(axes[:2], axes[2:]):
-            upper.spines.bottom.set_visible(False)
-            lower.spines.top.set_visible(False)
-            upper.tick_params(bottom=False)
-            cut = dict(marker=[(-1, -0.6), (1, 0.6)], markersize=9, linestyle="none", color="black", clip_on=False)
-            upper.plot([0, 1], [0, 0], transform=upper.transAxes, **cut)
-            lower.plot([0, 1], [1, 1], transform=lower.transAxes, **cut)
-    for axis, label in zip(axes[-2:], ("parameters, millions", "minutes of training, one thread of a CPU")):
-        axis.set_xlabel(label)
-    axes[-2].set_ylabel(f"loss minus that of {CONTROL}")
-    millions = place[1] / 1e6
-    title = f"Loss against cost, four layers, {millions:.1f} million tokens of {name}: lower is better, bars are 95 %"
-    finish(figure, axes, title, path)
+    """Differences from CONTROL with their intervals after the longest training, a row for each form, and its costs."""
+    place, (figure, axis, words) = study.longest, slide(["para-\nmeters", "time of\na step"])
+    forms = [form for form in WHEN if study.has(form, place)]
+    for row, form in enumerate(forms):
+        one, size = study.interval(form, CONTROL, place), 18 if form == PRESET else 9
+        bars = [[one.value - one.low], [one.high - one.value]]
+        axis.errorbar(one.value, row, xerr=bars, **style(form, markersize=size, elinewidth=2.5))
+        beside = dict(xytext=(9, 0), textcoords="offset points", fontsize=LARGE - 2, va="center")
+        axis.annotate(f"{one.value:+.3f}".replace("-", "−"), (np.nanmax([one.value, one.high]), row), **beside)
+        sizes = [study.at(one, place).parameters.iloc[0] for one in (form, CONTROL)]
+        times = [study.cost(one, place, TIME) for one in (form, CONTROL)]
+        for column, (ours, control) in enumerate((sizes, times)):
+            share = "" if math.isnan(ours / control) else f"{ours / control:.2f}×"
+            words.text(column, row, share, fontsize=LARGE, va="center", ha="center")
+    axis.axvline(0, color="grey", linewidth=1)
+    left, right = axis.get_xlim()
+    axis.set_xlim(left, right + 0.15 * (right - left))
+    axis.set_ylim(len(forms) - 0.4, -0.6)
+    axis.set_yticks(range(len(forms)), [NAMES.get(form, form) for form in forms])
+    axis.set_xlabel(f"bits per byte of {name}; bars hold 95 %")
+    title = f"Loss minus that of {CONTROL}: {place[0]} layers, {place[1] / 1e6:.1f} million tokens"
+    console.print(f"drew {save_slide(figure, title, path)}", highlight=False, markup=False)
+
+
+def draw_longer(study: Study, name: str, path: Path) -> None:
+    """Loss and σ² against the tokens of the training, with two layers."""
+    figure, (left, right) = panels(1, 2, 4.4)
+    looks = {form: LOOKS[form] for form in ("softmax", PAPER, "GKA + offsets")} | {MEAN: Look(GREY, "x", ":")}
+    for form, look in looks.items():
+        cells = {place[1]: study.at(form, place) for place in study.places if place[0] == 2 and study.has(form, place)}
+        left.plot(cells.keys(), [cell.loss.mean() for cell in cells.values()], **look(NAMES.get(form, form)))
+        if all(len(sigmas_of(cell)) for cell in cells.values()):
+            right.plot(cells.keys(), [np.median(sigmas_of(cell) ** 2) for cell in cells.values()], **look(form))
+    for axis, label in ((left, LOSS), (right, "median σ² of all heads")):
+        axis.set(xlabel="training tokens", ylabel=label)
+        axis.set_xscale("log", base=2)
+    right.set_yscale("log")
+    finish(figure, [left], f"Two layers, trained longer, on {name}", path)
+
+
+def draw_images(folder: Path, path: Path) -> None:
+    """Top-1 of the forms of IMAGE_FORMS on every set of images, a dot for each seed and a stroke for their mean."""
+    sets = images_of(folder).values()
+    figure, axes = panels(1, len(sets), 4.2, sharey=True)
+    for axis, (data, cells) in zip(axes, sets, strict=True):
+        for row, form in ((row, form) for row, form in enumerate(IMAGE_FORMS) if form in cells):
+            top1, colour = cells[form].ema_top1, {"s": BLACK, "V": PURPLE}.get(form[0], VERMILION)
+            axis.plot(top1, [row] * len(top1), "o", color=colour, markersize=6, alpha=0.5)
+            axis.plot(top1.mean(), row, "|", color=colour, markersize=18, markeredgewidth=2.5)
+        axis.set(xlabel="top-1, %", ylim=(len(IMAGE_FORMS) - 0.5, -0.5))
+        axis.set_title(IMAGES.get(data["images"], data["images"]), fontsize=10)
+    axes[0].set_yticks(range(len(IMAGE_FORMS)), [NAMES.get(form, form) for form in IMAGE_FORMS])
+    title = "Top-1 of vision transformers, with spatial offsets (LRUB, NLUD) and without"
+    console.print(f"drew {save(figure, title, path)}", highlight=False, markup=False)
 
 
 def draw(folder: Path, pictures: Path) -> None:
@@ -569,6 +602,10 @@ def draw(folder: Path, pictures: Path) -> None:
             draw_time(study, path.stem, pictures / f"study-time-{path.stem}.png")
         if study.has(PRESET, study.longest):
             draw_quality(study, path.stem, pictures / f"quality-{path.stem}.png")
+        if any(place[0] == 2 and study.has(MEAN, place) for place in study.places):
+            draw_longer(study, path.stem, pictures / f"study-longer-{path.stem}.png")
+    if images_of(folder):
+        draw_images(folder, pictures / "study-images.png")
 
 
 # The command

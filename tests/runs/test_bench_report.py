@@ -74,7 +74,7 @@ def test_rows_say_what_their_candidates_are(name):
         assert facts.items() <= config.items() and facts["family"] in ("softmax", "gka"), config
 
 
-def test_the_picture_of_speed_has_a_point_for_each_case_machine_and_number_of_threads(tmp_path):
+def test_the_picture_of_speed_has_a_point_for_each_case_chip_and_number_of_threads(tmp_path):
     times = {"gka cpu": ("ours", 10.0), "softmax": ("baseline", 30.0), "softmax dense mask": ("baseline", 90.0)}
     about = [dict(hardware=f"a CPU, {threads}", settings=CAUSAL) for threads in ("1 thread", "2 threads")]
     lines = [
@@ -87,8 +87,9 @@ def test_the_picture_of_speed_has_a_point_for_each_case_machine_and_number_of_th
     ]
     write(tmp_path, *lines)
     frame = report.speedups(tmp_path)
-    points = [(row.benchmark, row.machine, row.threads, round(row.ratio, 3)) for row in frame.itertuples()]
-    assert points == [("attention", "a CPU", 1, 3.0), ("attention", "a CPU", 2, 3.0), ("gpt", "a CPU", 1, 0.9)]
+    points = [(row.chip, row.threads, round(row.ratio, 3)) for row in frame.itertuples()]
+    assert points == [("a CPU, bfloat16", 1, 3.0), ("a CPU, bfloat16", 2, 3.0), ("a CPU, bfloat16", 1, 0.9)]
+    assert frame.title.nunique() == 2
     assert report.draw_speedups(frame, tmp_path / "speed.png").stat().st_size > 10_000
 
 
