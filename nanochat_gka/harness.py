@@ -8,9 +8,7 @@ run's checkpoints. What computes is the harness's own model `hf`, and its model_
 `--model hf --model_args pretrained=FOLDER` works here too, for exported models and what transformers saved of them.
 """
 
-import errno
 import sys
-import traceback
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -37,33 +35,16 @@ class GKAModel(HFLM):
             raise UserError("--model_args needs run=FOLDER, a run of ours or an exported model")
         if settings.pop("trust_remote_code", False):
             raise UserError("--trust_remote_code is not for --model gka: no code that comes with a model is executed")
-        try:
-            with TemporaryDirectory(prefix="gka-") as scratch:
-                folder = str(run)
-                if not saved_by_transformers(Path(folder)):
-                    folder = f"{scratch}/model"
-                    export(load(run, step), Path(folder))
-                elif step != -1:
-                    raise UserError(f"{run} was saved by transformers and has no steps: leave step out")
-                super().__init__(folder, **{"backend": "causal", **settings})  # it knows its own library's types alone
-        except Exception as error:  # the harness, torch and transformers raise many kinds for what they cannot use
-            if isinstance(error, UserError):
-                raise
-            arguments = ",".join(f"{name}={value}" for name, value in settings.items())
-            raise UserError(f"--model_args run={run},{arguments}: {reason_of(error)}") from None
+        with TemporaryDirectory(prefix="gka-") as scratch:
+            folder = str(run)
+            if not saved_by_transformers(Path(folder)):
+                folder = f"{scratch}/model"
+                export(load(run, step), Path(folder))
+            elif step != -1:
+                raise UserError(f"{run} was saved by transformers and has no steps: leave step out")
+            super().__init__(folder, **{"backend": "causal", **settings})  # it knows its own library's types alone
         if self.max_length > self.config.rotary_positions:
             raise UserError(f"max_length must be at most {self.config.rotary_positions}, got {self.max_length}")
-
-    def chat_template(self, chat_template: bool | str = False) -> str | None:
-        if chat_template and not self.tokenizer.chat_template:
-            raise UserError("--apply_chat_template: the tokenizer of this model has no chat template; leave it out")
-        return super().chat_template(chat_template)
-
-    def loglikelihood(self, requests, disable_tqdm: bool = False) -> list[tuple[float, bool]]:
-        for one in requests:
-            if not one.args[1]:
-                raise UserError(f"an answer to question {one.doc_id} of {one.task_name} is empty: nothing to score")
-        return super().loglikelihood(requests, disable_tqdm)
 
     def _loglikelihood_tokens(self, requests, *arguments, **options) -> list[tuple[float, bool]]:
         for texts, _, answer in requests:
@@ -80,38 +61,20 @@ class GKAModel(HFLM):
         finally:
             self.add_bos_token = usual
 
-    def generate_until(self, requests, disable_tqdm: bool = False) -> list[str]:
-        try:
-            return super().generate_until(requests, disable_tqdm)
-        except (AssertionError, ValueError) as error:  # what the harness and transformers say of the arguments
-            raise UserError(f"the generation arguments (the task's, --gen_kwargs): {reason_of(error)}") from None
-
-
-def _is_of_the_tasks(error: Exception) -> bool:
-    """Whether an error is of the harness's tasks or their examples: nothing of a model was called."""
-    names = [frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__)]
-    return not any(name.startswith((__name__, "lm_eval.models")) for name in names[1:])  # the first is `main`
-
 
 def main() -> None:
     from lm_eval.__main__ import cli_evaluate
 
     try:
         cli_evaluate()
-    except Exception as error:
-        message, code = reason_of(error), UserError.code
+    except Exception as error:  # of the harness, its tasks and data sets, torch and transformers: of any kind
+        if "DEBUG" in sys.argv:  # --verbosity
+            raise
+        message, code = f"{type(error).__name__}: {reason_of(error)} (--verbosity DEBUG says where)", UserError.code
         if isinstance(error, UserError):
-            code = error.code
+            message, code = str(error), error.code
         elif is_network(error):
             code = PassingFault.code
-        elif _is_of_the_tasks(error):
-            if isinstance(error, PermissionError) or getattr(error, "errno", None) == errno.EROFS:
-                message += "; HF_HOME=FOLDER chooses another place for data sets"
-            elif not isinstance(error, OSError):
-                flags = "--tasks (python -m lm_eval ls tasks), --num_fewshot, --limit and --samples"
-                message = f"these tasks cannot be asked: {message}; check {flags}"
-        else:
-            raise
         print(f"\nerror: {message}", file=sys.stderr)  # a progress bar may be on the line
         sys.exit(code)
 
