@@ -22,8 +22,6 @@ class AccountingConfig(ModelFlags):
     and room for the optimiser's step. Activations have that room before; many rows at once need more.
     """
 
-    depth: Annotated[int, Bounds(1, 1000)] = 20
-    """Number of layers; width, heads, horizon and learning rates follow from it."""
     max_seq_len: Count = 2048
     """Context length, in tokens."""
     vocab_size: Count = 32768
@@ -59,8 +57,8 @@ def account(config: AccountingConfig) -> dict:
         "steps": horizon.steps,
         "train_tokens": horizon.tokens,
         "train_flops": horizon.tokens * flops_per_token(model),
-        "least_bytes_on_1_gpu": sum(fixed_bytes(model.config, "cuda")),
-        "least_bytes_on_8_gpus": sum(fixed_bytes(model.config, "cuda", ranks=8)),
+        "least_bytes_on_1_gpu": sum(fixed_bytes(model, "cuda")),
+        "least_bytes_on_8_gpus": sum(fixed_bytes(model, "cuda", ranks=8)),
     }
 
 

@@ -67,7 +67,7 @@ def measure_splits(config: EvaluateConfig, runtime: Runtime, loaded: Loaded) -> 
         raise UserError(f"{data.folder} was packed with another tokenizer than {config.run} was trained with")
     size = config.device_batch_size
     if size == "auto":
-        size = rows_at_once(loaded.model.config, runtime.device, training=False)
+        size = rows_at_once(loaded.model, runtime.device, training=False)
     label = data.name_rows(config.split_tokens, config.eval_rows)
     bpb = of_both_splits(loaded.model, data, config.split_tokens, config.eval_rows, runtime, size)
     for split in SPLITS:

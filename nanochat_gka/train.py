@@ -29,7 +29,7 @@ from nanochat_gka.data.loader import EvalRows, PackedData, RowStream, micro_batc
 from nanochat_gka.data.tokenizer import FILE_NAME
 from nanochat_gka.generation.engine import Engine
 from nanochat_gka.generation.sampling import SAMPLE_PROMPTS, Sampling
-from nanochat_gka.model.accounting import Horizon, flops_per_token, parameter_counts, plan
+from nanochat_gka.model.accounting import Horizon, flops_per_token, meta_model, parameter_counts, plan
 from nanochat_gka.model.config import ModelFlags, has_gka, settings_of_today
 from nanochat_gka.model.gpt import GPT, build
 from nanochat_gka.training import memory
@@ -192,7 +192,7 @@ class Trainer(BaseTrainer):
         shape = config.shape(config.depth, sequence_len, vocab_size)
         if config.document_mask:
             shape = replace(shape, document_start=self.data.tokenizer.bos_id)
-        memory.check_fits(shape, runtime.device, runtime.world_size)
+        memory.check_fits(meta_model(shape), runtime.device, runtime.world_size)
         self.model: GPT = build(shape, runtime.device)
         if config.dtype != "auto":
             self.model.compute_in(getattr(torch, config.dtype))
@@ -205,7 +205,7 @@ class Trainer(BaseTrainer):
             raise UserError(f"{problem}: give more text, pack shorter rows, or lower --total-batch-size")
         self.batch_size = config.device_batch_size
         if self.batch_size == "auto":
-            fitting = memory.rows_at_once(shape, runtime.device, runtime.world_size)
+            fitting = memory.rows_at_once(self.model, runtime.device, runtime.world_size)
             self.batch_size = min(fitting, -(-self.rows // runtime.world_size))
         if config.document_mask:
             self._keep_dense_masks_small()

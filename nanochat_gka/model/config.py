@@ -195,7 +195,7 @@ def _check_letters(name: str, pattern: str, letters) -> None:
 class ModelFlags:
     """The flags that shape a model; every command that builds one inherits them."""
 
-    depth: Annotated[int, Bounds(1, 10**6), Group.MODEL] = 20
+    depth: Annotated[int, Bounds(1, 1000), Group.MODEL] = 20
     """Number of layers; width, heads, horizon and learning rates follow from it."""
     aspect_ratio: Annotated[Count, Group.MODEL] = 64
     """Width per layer."""

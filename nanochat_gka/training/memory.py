@@ -18,15 +18,15 @@ Held per token from forward to backward, counted in uncompiled operations (compi
 """
 
 import os
-from collections import Counter
 from collections.abc import Callable
 from typing import Annotated, Literal
 
 import torch
 
 from nanochat_gka.data.loader import micro_batches
-from nanochat_gka.model.attention import ADAMW_PARTS, Attention, build_attention
-from nanochat_gka.model.config import GPTConfig
+from nanochat_gka.model.accounting import parameter_counts
+from nanochat_gka.model.gpt import GPT
+from nanochat_gka.training.optim import OptimConfig, parameter_groups
 from trainkit_gka.cli import Bounds, UserError
 from trainkit_gka.distributed import Runtime
 from trainkit_gka.workers import main_memory
@@ -38,51 +38,31 @@ USABLE = {"cuda": 0.9, "cpu": 0.5}  # part of the memory; the driver, the alloca
 MOST_TOKENS = {"cuda": 2**16, "cpu": 2**12}  # of a micro-batch: more is not faster
 
 
-def parameters(config: GPTConfig) -> tuple[int, int, int]:
-    """(entries of embedding tables, of the blocks' matrices, of the head and scalars), without building the model."""
-    width, rows = config.n_embd, config.padded_vocab_size
-    tables, matrices, rest = 1, 0, rows * width + 2 * config.n_layer
-    for attention, layers in attentions(config).items():
-        tables += layers * (attention.ve_gate is not None)
-        matrices += layers * 8 * width * width
-        for name, parameter in attention.named_parameters():
-            if name.split(".")[0] in ADAMW_PARTS:
-                rest += layers * parameter.numel()
-            else:
-                matrices += layers * parameter.numel()
-    return tables * rows * width, matrices, rest
+def parameters(model: GPT) -> tuple[int, int, int]:
+    """(entries of embedding tables, of the blocks' matrices, of the head and scalars) of a model, which may be meta."""
+    counts = parameter_counts(model)
+    tables = counts["wte"] + counts["value_embeds"]
+    groups = parameter_groups(model, OptimConfig())
+    matrices = sum(p.numel() for group in groups if group.kind == "muon" for p in group.parameters)
+    return tables, matrices, counts["total"] - tables - matrices
 
 
-def attentions(config: GPTConfig) -> Counter[Attention]:
-    """The attention of layers that are unlike each other, without memory for its weights, and how many are like it."""
-    first: dict[tuple, Attention] = {}
-    counts: Counter[Attention] = Counter()
-    for layer in range(config.n_layer):
-        form = config.layer_attention(layer), config.offset_pattern(layer), config.has_value_embedding(layer)
-        if form not in first:
-            with torch.device("meta"):
-                first[form] = build_attention(config, layer)
-        counts[first[form]] += 1
-    return counts
-
-
-def fixed_bytes(config: GPTConfig, device_type: str, ranks: int = 1) -> tuple[int, int]:
+def fixed_bytes(model: GPT, device_type: str, ranks: int = 1) -> tuple[int, int]:
     """Bytes of weights, gradients and optimiser state; and of the work of the optimiser's step, without activations."""
-    tables, matrices, rest = parameters(config)
+    tables, matrices, rest = parameters(model)
     entry = 2 if device_type == "cuda" else 4
     held = (2 + 2 / ranks) * entry * tables + (8 + 8 / ranks) * rest + (8 + 4 / ranks) * matrices
     held += 2 * (matrices + rest) if device_type == "cuda" else 0
-    largest = 4 * config.n_embd * config.n_embd * config.n_layer
+    largest = 4 * model.config.n_embd**2 * model.config.n_layer
     return int(held), int(8 * matrices + 16 * largest / ranks)
 
 
-def row_bytes(config: GPTConfig, device_type: str, training: bool = True) -> int:
+def row_bytes(model: GPT, device_type: str, training: bool = True) -> int:
     """Bytes of one row's activations: from forward to backward, or (not training) of the largest layer."""
-    size, widths = (2 if device_type == "cuda" else 4), Counter()
-    for attention, layers in attentions(config).items():
-        embedding = VALUE_EMBEDDING_WIDTHS * (attention.ve_gate is not None)
-        widths[LAYER_WIDTHS + attention.activation_widths + embedding] += layers
-    held = FINAL_WIDTHS + (sum(widths.elements()) if training else max(widths))
+    config, size = model.config, 2 if device_type == "cuda" else 4
+    embeddings = (VALUE_EMBEDDING_WIDTHS * (layer.ve_gate is not None) for layer in model.attentions)
+    widths = [LAYER_WIDTHS + layer.activation_widths + more for layer, more in zip(model.attentions, embeddings)]
+    held = FINAL_WIDTHS + (sum(widths) if training else max(widths))
     return config.sequence_len * (held * config.n_embd * size + LOGIT_BYTES * config.padded_vocab_size)
 
 
@@ -93,22 +73,23 @@ def device_bytes(device: torch.device) -> int:
     return main_memory() // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
-def rows_at_once(config: GPTConfig, device: torch.device, ranks: int = 1, training: bool = True) -> int:
+def rows_at_once(model: GPT, device: torch.device, ranks: int = 1, training: bool = True) -> int:
     """Rows of a micro-batch that fit the device by arithmetic: at least 1, at most MOST_TOKENS."""
     kind = device.type
-    held = fixed_bytes(config, kind, ranks)[0] if training else 4 * sum(parameters(config))
-    fitting = int((USABLE[kind] * device_bytes(device) - held) // row_bytes(config, kind, training))
-    return max(1, min(fitting, MOST_TOKENS[kind] // config.sequence_len))
+    held = fixed_bytes(model, kind, ranks)[0] if training else 4 * sum(parameters(model))
+    fitting = int((USABLE[kind] * device_bytes(device) - held) // row_bytes(model, kind, training))
+    return max(1, min(fitting, MOST_TOKENS[kind] // model.config.sequence_len))
 
 
-def check_fits(config: GPTConfig, device: torch.device, ranks: int) -> None:
+def check_fits(model: GPT, device: torch.device, ranks: int) -> None:
     """Raises UserError, before anything is allocated, if weights and optimiser alone exceed the device's memory."""
-    memory, held = device_bytes(device), fixed_bytes(config, device.type, ranks)[0]
+    memory, held = device_bytes(device), fixed_bytes(model, device.type, ranks)[0]
     if held > memory:
+        config, numbers = model.config, sum(parameters(model))
         raise UserError(
-            f"--depth {config.n_layer} is a model of {sum(parameters(config)):.3g} parameters "
-            f"(width {config.n_embd:,}); weights, gradients and optimiser state take {held / 1e9:,.1f} GB of memory "
-            f"and there are {memory / 1e9:,.1f} GB for a process; lower --depth or --aspect-ratio"
+            f"--depth {config.n_layer} is a model of {numbers:.3g} parameters (width {config.n_embd:,}); weights, "
+            f"gradients and optimiser state take {held / 1e9:,.1f} GB of memory and there are {memory / 1e9:,.1f} GB "
+            "for a process; lower --depth or --aspect-ratio"
         )
 
 

@@ -114,12 +114,12 @@ def test_arithmetic_is_what_torch_holds(variant):
     """
     model = build(shape(n_layer=6, **variant), "cpu")
     config, saved = model.config, saved_bytes(model, 3) - saved_bytes(model, 2)
-    expected = memory.row_bytes(config, "cpu") - 8 * config.padded_vocab_size * config.sequence_len
+    expected = memory.row_bytes(model, "cpu") - 8 * config.padded_vocab_size * config.sequence_len
     assert 0.8 < saved / expected < 1.05, saved / expected
-    assert memory.fixed_bytes(config, "cpu")[0] == pytest.approx(held_bytes(model), rel=0.01)
+    assert memory.fixed_bytes(model, "cpu")[0] == pytest.approx(held_bytes(model), rel=0.01)
     [dealt] = {held_bytes(model, rank, 3) for rank in range(3)}
-    assert memory.fixed_bytes(config, "cpu", ranks=3)[0] == pytest.approx(dealt, rel=0.01)
-    assert memory.fixed_bytes(config, "cpu")[0] > 1.2 * dealt
+    assert memory.fixed_bytes(model, "cpu", ranks=3)[0] == pytest.approx(dealt, rel=0.01)
+    assert memory.fixed_bytes(model, "cpu")[0] > 1.2 * dealt
 
 
 @pytest.mark.parametrize("limit, tried", [(3, [25, 13, 7, 4, 2]), (0, [25, 13, 7, 4, 2, 1])])

@@ -199,7 +199,7 @@ BAD = [
     ("--total-batch-size 64000", "[0-9]+ training rows and a step takes 2,000: give more text"),
     ("--attention linear", "or a pattern of their letters such as GGGA, got 'linear'"),
     ("--weight-decay 1e6", "--weight-decay with --matrix-lr would take .* away in one step"),
-    ("--depth 10000 --attention softmax", r"--depth 10000 is a model of \d.* parameters .* GB of memory and there are"),
+    ("--depth 1000 --attention softmax", r"--depth 1000 is a model of \d.* parameters .* GB of memory and there are"),
 ]
 
 
