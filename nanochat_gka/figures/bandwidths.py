@@ -59,7 +59,7 @@ def draw_training(subjects: Sequence[TextSubject], folder: Path) -> list[Figure]
         "σ of every head at the evaluations of the training run; dashed: where it started. "
         f"{'A band is from the least to the most of several runs, the line their mean. ' if seeds else ''}"
         "One scale for all. The kernel is exp(−|x_i − x_j|² / 2σ²): a σ that grows without end makes W the average of "
-        "all tokens that it sees. " + " ".join(map(_growth, groups.values()))
+        f"all tokens that it sees. Runs: {'; '.join(subject.about for group in groups.values() for subject in group)}."
     )
     title, models = "Bandwidths over training", []
     for group in groups.values():
@@ -81,21 +81,6 @@ def draw_training(subjects: Sequence[TextSubject], folder: Path) -> list[Figure]
 def _over_training(group: Sequence[TextSubject], layer: int) -> np.ndarray:
     """σ of a layer in every run of a group, at every evaluation, of every head: (runs, E, H)."""
     return np.array([[sigma[layer] for sigma in subject.history.values()] for subject in group])
-
-
-def _growth(group: Sequence[TextSubject]) -> str:
-    """How far σ² went, and whether it still moves: a sentence."""
-    layers = group[0].layers_with("sigma")
-    squares = np.stack([_over_training(group, layer) for layer in layers]) ** 2  # (L, runs, E, H)
-    start = group[0].layers[layers[0]].initial_sigma ** 2
-    ends = squares[:, :, -1] / start
-    runs = " and ".join(subject.about for subject in group)
-    words = f"{runs}: σ² ended at {ends.min():.2f} to {ends.max():.2f} times its start, {start:.3g}"
-    if squares.shape[2] > 1:
-        change = squares[:, :, -1] / squares[:, :, -2] - 1
-        changed = f", and changed by {change.min():+.0%} to {change.max():+.0%} between the last two evaluations"
-        words += changed.replace("-", "−")
-    return words + "."
 
 
 def _draw_sigma(axis, group: Sequence[TextSubject], layer: int) -> None:

@@ -92,13 +92,11 @@ def test_bandwidths_over_training_are_those_of_the_logs(runs, figures, tmp_path,
     assert not read_history(log, dataclasses.replace(shape, n_head=2, n_kv_head=2))
     seed = write_run(tmp_path / "seed", load(runs["gka"]).model, tokenized / "tokenizer")
     write_log(seed, 4, 8, 12)
-    (figure,) = FAMILIES["sigma"](subjects_of([runs["gka"], runs["offsets"], seed], "the kernel"), tmp_path)
+    FAMILIES["sigma"](subjects_of([runs["gka"], runs["offsets"], seed], "the kernel"), tmp_path)
     panels = [axis for axis in figures["sigma.png"].axes if axis.get_visible()]
     head = panels[1].lines[0]
     assert head.get_xdata().tolist() == [0, 0.01, 0.02] and head.get_ydata().tolist() == [5, 8, 11]  # of two seeds
     assert {5, 7, 9, 13} <= set(panels[1].collections[0].get_paths()[0].vertices[:, 1])  # their band
-    # From 8² / 16 in the first layer of one run to 15² / 16 in the last one of the other; (11 / 9)² and (12 / 8)².
-    assert all(number in figure.caption for number in ("4.00 to 14.06 times", "+49% to +125%"))
 
 
 def test_rows_are_of_the_chosen_tokens_layers_and_beginning_of_the_text(runs, figures, tmp_path):
