@@ -4,24 +4,10 @@ Legend: B rows, T tokens of the pass in each, n tokens so far, H heads, D head_d
 """
 
 from collections.abc import Callable
-from typing import Protocol
 
 import torch
 
 Tensors = tuple[torch.Tensor, ...]
-
-
-class AttentionLayer(Protocol):
-    """What a context needs of `attention.Attention`."""
-
-    layer: int
-    is_last: bool
-
-    def attend(
-        self, rotary, queries: torch.Tensor, stored: Tensors, documents: "PackedRows | None" = None
-    ) -> torch.Tensor: ...
-
-    def attend_cached(self, rotary, queries: torch.Tensor, stored: Tensors, lengths: list[int]) -> torch.Tensor: ...
 
 
 class Context:
@@ -34,14 +20,15 @@ class Context:
         """A pass over `num_tokens` tokens of every row begins."""
         self.positions, self.longest = slice(0, num_tokens), num_tokens
 
-    def attend(self, layer: AttentionLayer, rotary, queries: torch.Tensor, new: Tensors) -> torch.Tensor:
+    def attend(self, layer, rotary, queries: torch.Tensor, new: Tensors) -> torch.Tensor:
         """Outputs of the tokens that `select` keeps, by `layer.attend`.
 
-        queries, new: of the tokens of this pass, (B, T, H, D) each; `new` is stored for later tokens.
+        layer: an `attention.Attention`. queries, new: of the tokens of this pass, (B, T, H, D) each; `new` is stored
+        for later tokens.
         """
         return layer.attend(rotary, queries, new)
 
-    def select(self, layer: AttentionLayer, x: torch.Tensor) -> torch.Tensor:
+    def select(self, layer, x: torch.Tensor) -> torch.Tensor:
         """The tokens of a layer's input, (B, T, C), whose outputs the layer computes."""
         return x
 
