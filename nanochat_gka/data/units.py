@@ -9,7 +9,7 @@ record); nanochat would go on with the next file or epoch there.
 
 import time
 from collections.abc import Iterator
-from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from itertools import islice
@@ -28,7 +28,6 @@ from trainkit_gka.files import atomic, read_json, sha256, write_json
 from trainkit_gka.progress import progress_bar, rate
 from trainkit_gka.workers import begin, context, cores, interrupt_held_back
 
-AHEAD = 2  # units per process that wait or run, so that the queue does not grow with the corpus
 ROW_GROUPS_PER_UNIT = 8
 DOCUMENTS_PER_PART, BYTES_PER_PART = 8192, 2**25  # the least of each in a part of a row group
 MOST_PARTS = 8  # a part reads past those before it
@@ -164,7 +163,10 @@ def pack_units(units: list[Unit], job: PackJob, workers: int) -> tuple[list[dict
     ):
         task = bar.add_task("packing", total=len(units), status="")
         try:
-            for record, is_new in _in_any_order(pool, units, processes * AHEAD):
+            with interrupt_held_back():  # processes start here
+                packed = [pool.submit(_pack, unit) for unit in units]
+            for future in as_completed(packed):
+                record, is_new = future.result()
                 # Without the time, records are the same wherever and however often a unit is packed.
                 took = record.pop("seconds", 0.0)
                 records[record["name"]] = record
@@ -183,19 +185,6 @@ def pack_units(units: list[Unit], job: PackJob, workers: int) -> tuple[list[dict
     if reused:
         print(f"{job.out}: {reused} of {len(units)} units were packed before")
     return [records[unit.name] for unit in units], size / 1e6 / seconds if seconds else None
-
-
-def _in_any_order(pool: ProcessPoolExecutor, units: list[Unit], most: int) -> Iterator[tuple[dict[str, Any], bool]]:
-    """What `_pack` returns for every unit; at most `most` units are with the processes."""
-    waiting, running = iter(units), set()
-    while True:
-        with interrupt_held_back():  # processes start here
-            running |= {pool.submit(_pack, unit) for unit in islice(waiting, most - len(running))}
-        if not running:
-            return
-        done, running = wait(running, return_when=FIRST_COMPLETED)
-        for future in done:
-            yield future.result()
 
 
 _worker: dict[str, Any] = {}
