@@ -223,7 +223,8 @@ def copy(upstream: Upstream, source: Path, fresh: Path) -> None:
         raise PatchError(f"{upstream.source}={source}: its {changed[0]} is not that of {upstream.commit[:12]}")
 
 
-def parse(argv: list[str] | None, known: dict[str, Upstream]) -> argparse.Namespace:
+def main(argv: list[str] | None = None) -> int:
+    known = read_upstream()
     summary, _, details = __doc__.partition("\n")
     form = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=summary, epilog=details, formatter_class=form)
@@ -233,25 +234,18 @@ def parse(argv: list[str] | None, known: dict[str, Upstream]) -> argparse.Namesp
     merge = "For apply: insert into another version of the files, too, if every insertion finds its place there."
     parser.add_argument("--merge", action="store_true", help=merge)
     options = parser.parse_args(argv)
-    for name in options.upstream:
-        if name not in known:
-            parser.error(f"there is no upstream {name}, only {' and '.join(known)}")
-    options.upstream = options.upstream or list(known)
-    if options.tree and len(options.upstream) > 1:
+    names = options.upstream or list(known)
+    if unknown := [name for name in names if name not in known]:
+        parser.error(f"there is no upstream {unknown[0]}, only {' and '.join(known)}")
+    if options.tree and len(names) > 1:
         parser.error("--tree is for one upstream: name it")
-    return options
-
-
-def main(argv: list[str] | None = None) -> int:
-    known = read_upstream()
-    options = parse(argv, known)
-    insert = functools.partial(apply, merge=options.merge)
-    action = {"vendor": vendor, "apply": insert, "diff": show, "reverse": reverse}[options.action]
     if not shutil.which("git"):
         print("error: git is not installed, or not on the PATH", file=sys.stderr)
         return 2
+    insert = functools.partial(apply, merge=options.merge)
+    action = {"vendor": vendor, "apply": insert, "diff": show, "reverse": reverse}[options.action]
     status = 0
-    for name in options.upstream:
+    for name in names:
         tree = Path(os.path.expanduser(options.tree or os.path.relpath(PATCHES.parent / "vendor" / name)))
         try:
             action(known[name], tree)

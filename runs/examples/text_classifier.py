@@ -187,7 +187,9 @@ def build(kind: Form, task: Task, max_tokens: int) -> torch.nn.Module:
 
 
 def train(case: Case, task: Task) -> dict[str, Any]:
-    """Train a model from scratch and measure it; seconds are of training alone."""
+    """Train a model from scratch. Returns its accuracy on held-out texts in padded batches and one by one, and the
+    largest difference of logits between both, relative to the largest logit; seconds are of training alone.
+    """
     size, epochs = case["batch_size"], case["epochs"]
     with running("cpu", case["seed"]):
         model = build(case["attention"], task, case["max_tokens"])
@@ -211,20 +213,15 @@ def train(case: Case, task: Task) -> dict[str, Any]:
                     optimizer.zero_grad()
                     bar.update(bar_task, advance=1, status=f"loss {loss.item():.3f}")
                 seconds.append(time.perf_counter() - begun)
-        return measure(model, task, size, seconds)
-
-
-def measure(model: torch.nn.Module, task: Task, size: int, seconds: list[float]) -> dict[str, Any]:
-    """Accuracy on held-out texts in padded batches and one by one, and the largest relative difference of logits."""
-    padded, alone = (predict(model, task, batch) for batch in (size, 1))
-    right = [(logits.argmax(-1) == task.test.labels).double().mean().item() for logits in (padded, alone)]
-    return {
-        "parameters": sum(p.numel() for p in model.parameters()),
-        "accuracy": right[0],
-        "accuracy_alone": right[1],
-        "logits_apart": ((padded - alone).abs().max() / alone.abs().max()).item(),
-        "seconds_per_epoch": statistics.median(seconds),
-    }
+        padded, alone = (predict(model, task, batch) for batch in (size, 1))
+        right = [(logits.argmax(-1) == task.test.labels).double().mean().item() for logits in (padded, alone)]
+        return {
+            "parameters": sum(p.numel() for p in model.parameters()),
+            "accuracy": right[0],
+            "accuracy_alone": right[1],
+            "logits_apart": ((padded - alone).abs().max() / alone.abs().max()).item(),
+            "seconds_per_epoch": statistics.median(seconds),
+        }
 
 
 @torch.no_grad()

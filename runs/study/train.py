@@ -152,8 +152,8 @@ class TrainConfig:
     """Folder of packed rows (make study packs those of CORPUS)."""
     images: str = ""
     """CIFAR-10 in place of text: a folder named cifar10 with train/ and val/, or hf:FOLDER/cifar10 of parquet files."""
-    cells: list[str] = field(default_factory=lambda: ["smallest"])
-    """Lists of text cells: smallest, four-layers, longer, sizes, preset, longest, or all."""
+    cells: list[Literal[(*CELLS, "all")]] = field(default_factory=lambda: ["smallest"])
+    """Lists of text cells."""
     forms: list[str] = field(default_factory=list)
     """Train these forms, at --depths, --tokens and --seeds, in place of --cells."""
     depths: list[int] = field(default_factory=lambda: [2])
@@ -220,7 +220,6 @@ def text_trainings(config: TrainConfig) -> tuple[str, list[Training]]:
     if not (config.data / MANIFEST).exists():
         raise UserError(f"no packed rows in {config.data}: pack some with python -m nanochat_gka.pack")
     check_names("--forms", config.forms, FORMS)
-    check_names("--cells", config.cells, [*CELLS, "all"])
     seeds = config.seeds or SEEDS
     if config.forms:
         places = [(depth, tokens) for depth in config.depths for tokens in config.tokens]

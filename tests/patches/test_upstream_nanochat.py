@@ -37,21 +37,6 @@ def pretrain(at, base, tag, *flags):
     return run(at, *command, "--model-tag", tag, *flags, NANOCHAT_BASE_DIR=str(base))
 
 
-def refusals(at, base, *commands):
-    """Why base_train refuses each list of flags; of all in one process, for starting one is most of their time."""
-    started = [[*SIZE.split(), *SCHEDULE.split(), "--device-type", "cpu", *map(str, flags)] for flags in commands]
-    script = (
-        "import json, os, runpy, sys; sys.path.insert(0, os.getcwd())\n"
-        "for sys.argv[1:] in json.loads(sys.argv[1]):\n"
-        "    try:\n"
-        "        runpy.run_module('scripts.base_train', run_name='__main__')\n"
-        "    except AssertionError as error:\n"
-        "        print('refused:', error)\n"
-    )
-    printed = run(at, "-c", script, json.dumps(started), NANOCHAT_BASE_DIR=str(base))
-    return re.findall("^refused: (.*)", printed, flags=re.M)
-
-
 def evaluate(at, base, tag, kinds):
     """What base_eval prints: "bpb", or "sample,bpb"."""
     command = ["-m", "scripts.base_eval", "--eval", kinds, "--model-tag", tag, "--split-tokens", 256]
@@ -61,7 +46,8 @@ def evaluate(at, base, tag, kinds):
 def flags(form):
     """A form as flags of base_train."""
     named = {f"--{name.replace('_', '-')}": value for name, value in form.items()}
-    return [part for flag, value in named.items() for part in ([flag] if value is True else [flag, value])]
+    given = {flag: value for flag, value in named.items() if value is not False}
+    return [part for flag, value in given.items() for part in ([flag] if value is True else [flag, value])]
 
 
 def losses(printed):
@@ -183,18 +169,14 @@ def test_nanochat_trains_samples_and_resumes_the_preset(tree, base):
     parts = [part for layer in model.attentions for part in (layer.channel_log_scales, layer.head_gate.weight)]
     assert len(parts) == 4 and all(part.count_nonzero() for part in parts)  # learned: they start at 0
     assert losses(pretrain(at, base, "best", *flags(PRESET), "--resume-from-step", 3))
-    ours = ["head_offsets", "value_embeds", "channel_bandwidths", "head_gates"]
-    resume = ["--model-tag", "best", "--resume-from-step", 3]
-    without_one = [flags({field: value for field, value in PRESET.items() if field != name}) for name in ours]
-    reasons = refusals(
-        at,
-        base,
-        *([*form, *resume] for form in without_one),
-        flags({name: PRESET[name] for name in ours[2:]}),
-        flags({**PRESET, "head_offsets": "P2"}),
-    )
-    named = ["--head-offsets", "--value-embeds", "--channel-bandwidths", "--head-gates", "--channel-bandwidths"]
-    assert [re.search(r"--[a-z-]+|head_offsets", reason)[0] for reason in reasons] == [*named, "head_offsets"]
+    without_gates = flags({**PRESET, "head_gates": False})
+    for refused, reason in (
+        ([*without_gates, "--resume-from-step", 3], "the checkpoint has --head-gates True, not False"),
+        (["--head-gates"], "--head-gates needs --attention gka"),
+        (flags({**PRESET, "head_offsets": "P2"}), "head_offsets must be made of the letters N, P, S"),
+    ):
+        with pytest.raises(AssertionError, match=reason):
+            pretrain(at, base, "best", *refused)
     assert re.search(r"val bpb: ([\d.]+)", evaluate(at, base, "best", "sample,bpb"))
 
 
