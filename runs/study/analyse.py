@@ -122,13 +122,9 @@ def chosen_rows(path: Path, *metrics: str) -> list[dict[str, Any]]:
     known = dict.fromkeys(one["form"] for key, one in labels.items() if key in newest)
     order = {form: number for number, form in enumerate(known)}
     chosen.sort(key=lambda row: order.get(row["form"], len(order)))
-    by_data: dict[str, list[str]] = {}
-    for row in chosen:
-        by_data.setdefault(json.dumps(row["data"], sort_keys=True), []).append(row["key"])
-    if len(by_data) > 1:
-        fewest = min(by_data.values(), key=len)
-        problem = f"{path} has rows of {len(by_data)} sets of data, whose losses do not compare"
-        raise UserError(f"{problem}; move those of one set, with the keys {', '.join(fewest)}, to another file")
+    if (sets := len({json.dumps(row["data"], sort_keys=True) for row in chosen})) > 1:
+        problem = f"{path} has rows of {sets} sets of data, whose losses do not compare"
+        raise UserError(f'{problem}; move those with one value of "data" to another file')
     return chosen
 
 
