@@ -4,6 +4,7 @@ Every run is the trainer's own command. The demo reports accuracy on the third o
 learned bandwidths and what the CLS tokens look at.
 """
 
+import itertools
 import statistics
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from deit_gka.figures.rows import draw_cls_attention
 from deit_gka.model.checkpoints import find_checkpoint, load_run
 from deit_gka.model.registry import model_name
 from deit_gka.train import Trainer
-from gka.kinds import KINDS, Kind
+from gka.kinds import KINDS
 from runs.demo import pictures
 from runs.jobs import START_SECONDS, Job
 from runs.table import Table
@@ -47,30 +48,24 @@ Jobs = dict[str, list[Job]]
 
 def train_jobs(out: Path, epochs: int, wandb: str) -> Jobs:
     """Label -> the commands that train this model, a seed each."""
-    places = out / "runs", out / "train_deit.jsonl"
-    return {kind.label: [train_job(kind, seed, epochs, *places, wandb) for seed in SEEDS] for kind in KINDS.values()}
-
-
-def train_job(kind: Kind, seed: int, epochs: int, folder: Path, results: Path, wandb: str) -> Job:
-    """The command that trains a micro-ViT of this kind, with its run in `folder`."""
-    tag = f"digits-{kind.label.lower()}-{epochs}-seed{seed}"
-    flags = ["--model", model_name("tiny", kind.name), "--model-tag", tag, "--seed", seed]
-    flags += ["--epochs", epochs, "--warmup-epochs", min(WARMUP_EPOCHS, epochs)]
-    flags += [*MODEL_FLAGS, *DATA_FLAGS, *RECIPE_FLAGS, *REPORT_FLAGS]
-    return Job(
-        name=f"digits, {kind.label}, seed {seed}",
-        module="deit_gka.train",
-        flags=[*flags, "--out", folder, "--results", results, "--wandb", wandb],
-        folder=folder / tag,
-        steps=epochs * (num_images() // BATCH_SIZE),
-        cost=START_SECONDS + SECONDS_PER_EPOCH * epochs,
-        finish_keys=(*Trainer.FINISH_KEYS, "ema_top1"),
-    )
-
-
-def num_images() -> int:
-    """How many digits an epoch has."""
-    return len(open_source("digits", "train"))
+    images = len(open_source("digits", "train"))
+    jobs: Jobs = {kind.label: [] for kind in KINDS.values()}
+    for kind, seed in itertools.product(KINDS.values(), SEEDS):
+        tag = f"digits-{kind.label.lower()}-{epochs}-seed{seed}"
+        flags = ["--model", model_name("tiny", kind.name), "--model-tag", tag, "--seed", seed]
+        flags += ["--epochs", epochs, "--warmup-epochs", min(WARMUP_EPOCHS, epochs)]
+        flags += [*MODEL_FLAGS, *DATA_FLAGS, *RECIPE_FLAGS, *REPORT_FLAGS]
+        job = Job(
+            name=f"digits, {kind.label}, seed {seed}",
+            module="deit_gka.train",
+            flags=[*flags, "--out", out / "runs", "--results", out / "train_deit.jsonl", "--wandb", wandb],
+            folder=out / "runs" / tag,
+            steps=epochs * (images // BATCH_SIZE),
+            cost=START_SECONDS + SECONDS_PER_EPOCH * epochs,
+            finish_keys=(*Trainer.FINISH_KEYS, "ema_top1"),
+        )
+        jobs[kind.label].append(job)
+    return jobs
 
 
 def show(jobs: Jobs, out: Path) -> list[Path]:
