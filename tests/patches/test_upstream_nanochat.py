@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from nanochat_gka.model.checkpoints import from_upstream, load_upstream
-from nanochat_gka.model.config import GPTConfig
+from nanochat_gka.model.config import GPTConfig, settings_of_today
 from nanochat_gka.model.gpt import build
 from nanochat_gka.training.optim import MuonAdamW, OptimConfig, parameter_groups
 from trainkit_gka.distributed import Runtime
@@ -80,7 +80,7 @@ def test_nanochat_computes_what_our_trainer_does(tree, tmp_path, name):
     want = computed(tree("nanochat"), FORMS[name], tmp_path / "out")
     torch.manual_seed(1)
     shape = dict(sequence_len=32, vocab_size=100, n_layer=4, n_head=2, n_kv_head=2, n_embd=64, window_pattern="SSL")
-    model = build(GPTConfig(**shape, **FORMS[name]), "cpu")
+    model = build(GPTConfig(**shape, **settings_of_today(FORMS[name])), "cpu")
 
     def upstream(prefix):
         named = {name.removeprefix(prefix): tensor for name, tensor in want.items() if name.startswith(prefix)}
@@ -165,7 +165,7 @@ def test_nanochat_trains_samples_and_resumes_the_preset(tree, base):
     printed = pretrain(at, base, "best", *flags(PRESET))
     assert printed.count("<|bos|>The capital of France is") == 1
     model = load_upstream(base / "base_checkpoints" / "best")
-    assert {name: getattr(model.config, name) for name in PRESET} == PRESET
+    assert {name: getattr(model.config, name) for name in PRESET} == settings_of_today(PRESET)
     parts = [part for layer in model.attentions for part in (layer.channel_log_scales, layer.head_gate.weight)]
     assert len(parts) == 4 and all(part.count_nonzero() for part in parts)  # learned: they start at 0
     assert losses(pretrain(at, base, "best", *flags(PRESET), "--resume-from-step", 3))
