@@ -9,8 +9,10 @@ import time
 from pathlib import Path
 
 import pytest
+import tyro
 
 import tiny
+from nanochat_gka.train import TrainConfig
 from processes import HANG_AFTER, descendants, environment
 from sources import ROOT
 from tiny import events, steps_of
@@ -80,6 +82,22 @@ def test_two_machines_train_save_at_a_signal_and_finish(job, packed, tmp_path):
     assert steps_of(out) == list(range(1, 61))
     assert (tmp_path / "flags").read_text() == 2 * "--cpus-per-task=2\n"
     assert (tmp_path / "output").read_text().count("resuming at step") == 2
+
+
+FORMS = [("pretrain-d20", "d20-gka", 8.25), ("pretrain-d20-base", "d20-softmax", 10.5)]
+FORMS += [("pretrain-d20-best", "d20-preset", 8.25)]
+
+
+@pytest.mark.parametrize("target, name, ratio", FORMS)
+def test_the_trainer_reads_the_flags_of_a_target(job, tmp_path, target, name, ratio):
+    """A run with the preset's flags is called so."""
+    python = tmp_path / "python"
+    python.write_text('#!/bin/sh\nprintf "%s\\n" "$@" > "$JOB/words"\n')
+    python.chmod(0o755)
+    assert job("pretrain-d20", ENV_PYTHON=python, TARGET=target).wait() == 0
+    words = (tmp_path / "words").read_text().splitlines()
+    config = tyro.cli(TrainConfig, args=words[words.index("nanochat_gka.train") + 1 :])
+    assert (config.tag, config.target_param_data_ratio) == (name, ratio)
 
 
 @pytest.mark.parametrize("code, state", [(143, "RUNNING"), (143, "COMPLETING"), (0, "RUNNING"), (2, "RUNNING")])
