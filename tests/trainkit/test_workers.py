@@ -34,6 +34,7 @@ from vision_runs import STEPS_PER_EPOCH, TRAIN, flags, wait_for_step
 @pytest.fixture
 def started():
     """A function: the processes that were started in the test."""
+    loader_workers.worker_context()  # starts their server, which stays
     before = descendants(os.getpid())
     return lambda: set(descendants(os.getpid())) - set(before)
 
