@@ -1,11 +1,13 @@
-"""From tensors to calls of the library in source/request.h, one function for each phase."""
+"""From tensors to calls of the library in source/request.h, one function for each phase; when such a call must be seen
+as a torch operator, and how that is registered.
+"""
 
 import ctypes
 import functools
 import logging
 import math
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -20,6 +22,8 @@ from gka.validation import check_boundaries
 
 FORWARD, BACKWARD = range(2)
 PHASES = ("forward", "backward")
+PLAIN = (torch.Tensor, torch.nn.Parameter)
+REVISION = 6  # part of the operators' names: torch keeps compiled programs, and finds them again by names and arguments
 LOG = logging.getLogger("gka")
 _process = os.getpid()
 
@@ -227,3 +231,30 @@ def _functions(dtype: torch.dtype, phase: int):
 def num_threads() -> int:
     """torch's number, and 1 in a forked process, which has lost the threads that OpenMP would wait for."""
     return torch.get_num_threads() if os.getpid() == _process else 1
+
+
+def is_plain(*tensors: torch.Tensor | None) -> bool:
+    """Whether these are numbers in memory, and nothing traces, fakes or transforms what is done with them."""
+    watched = (
+        torch.compiler.is_compiling()
+        or torch._C._len_torch_dispatch_stack() > 0
+        or torch._C._are_functorch_transforms_active()
+    )
+    return not watched and all(t is None or (type(t) in PLAIN and not t.is_neg()) for t in tensors)
+
+
+def operator(name: str, schema: str) -> Callable:
+    """Register a function as operator gka::name_vN, for CPU tensors: torch.library.custom_op without its checks, which
+    take as long as a small kernel.
+
+    Whoever changes what an operator takes or gives back raises `REVISION`: a program that was compiled before would go
+    on to expect what it was.
+    """
+    name = f"{name}_v{REVISION}"
+    torch.library.define(f"gka::{name}", schema, tags=(torch.Tag.pt2_compliant_tag,))
+
+    def register(function: Callable):
+        torch.library.impl(f"gka::{name}", "CPU", function)
+        return getattr(torch.ops.gka, name).default
+
+    return register

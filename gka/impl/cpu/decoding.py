@@ -10,8 +10,7 @@ from ctypes import c_int64
 import torch
 
 from gka.impl.cpu.build import library
-from gka.impl.cpu.call import addressable, members_of
-from gka.impl.cpu.registering import is_plain, operator
+from gka.impl.cpu.call import addressable, is_plain, members_of, operator
 from gka.impl.cpu.structs import address, pack, tensor
 from gka.request import GaussianRequest
 

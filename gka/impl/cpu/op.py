@@ -11,8 +11,7 @@ import torch
 
 from gka.expansion import warn_if_lost
 from gka.impl.cpu import build, call, decoding
-from gka.impl.cpu.call import addressable
-from gka.impl.cpu.registering import is_plain, operator
+from gka.impl.cpu.call import addressable, is_plain, operator
 from gka.masking import Mask
 from gka.request import GaussianRequest, Serves
 
