@@ -13,7 +13,6 @@ many times faster in half precision. There each norm takes three channels, which
 """
 
 import contextlib
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -105,12 +104,7 @@ def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, request: Request,
     attn_mask, is_causal = _mask(request, q.dtype)
     # torch's fused kernels have first derivatives in reverse mode, and no others.
     with sdpa_kernel(SDPBackend.MATH) if request.forward_mode else contextlib.nullcontext():
-        y = F.scaled_dot_product_attention(q, k, v, attn_mask, is_causal=is_causal, scale=scale)
-    if not torch.compiler.is_compiling() and y.grad_fn is not None and y.grad_fn.name().startswith("ScaledDotProduct"):
-        for t in (q, k, v):
-            if t.requires_grad:
-                t.register_hook(_once)
-    return y.transpose(1, 2)
+        return F.scaled_dot_product_attention(q, k, v, attn_mask, is_causal=is_causal, scale=scale).transpose(1, 2)
 
 
 def _mask(request: Request, dtype: torch.dtype) -> tuple[torch.Tensor | None, bool]:
@@ -124,28 +118,3 @@ def _mask(request: Request, dtype: torch.dtype) -> tuple[torch.Tensor | None, bo
     added = bias(request, seen, dtype)
     seen = seen | ~seen.any(-1, keepdim=True)  # rows without keys get all; `with_zeros_and_nan` clears them
     return seen if added is None else torch.where(seen, added, float("-inf")), False
-
-
-def _once(grad: torch.Tensor) -> torch.Tensor:
-    return _Once.apply(grad) if grad.requires_grad else grad
-
-
-class _Once(torch.autograd.Function):
-    """The gradient of what goes into a fused kernel, as it is. Its own derivative says that there is none."""
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(grad: torch.Tensor) -> torch.Tensor:
-        return grad.view_as(grad)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple, output: torch.Tensor) -> None:
-        pass
-
-    @staticmethod
-    def backward(ctx: Any, *_: torch.Tensor) -> None:
-        raise NotImplementedError(
-            'impl="sdpa" has no second derivatives where torch takes a fused kernel; use impl="reference" for double '
-            "backward, or torch.nn.attention.sdpa_kernel(SDPBackend.MATH)"
-        )
