@@ -1,7 +1,7 @@
 """Gaussian kernel attention in transformers' own BERT, ViT and Llama: padding, training, generation, saving."""
 
 import copy
-import itertools
+from functools import partial
 
 import pytest
 import torch
@@ -12,19 +12,13 @@ from torch import nn
 
 from gka import GaussianKernelAttention, gaussian_attention
 from gka.huggingface import use_gka
+from gka.parts import rotary_tables
+from operator_cases import filled
 
 SIZES = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=64, vocab_size=50)
 LENGTHS = torch.tensor([9, 4, 1])
 MASK = (torch.arange(9) < LENGTHS[:, None]).long()
 FORMS = pytest.mark.parametrize("preset", [None, "text"], ids=str)
-
-
-def filled(model):
-    """The model, with parameters that are zeros at first filled, so that they matter."""
-    for name, parameter in model.named_parameters():
-        if "log_scale" in name or "head_gate" in name:
-            nn.init.normal_(parameter, std=0.5 if "log_scale" in name else 5.0)
-    return model
 
 
 def bert(preset=None, seed=0, **options):
@@ -61,9 +55,9 @@ def test_padding_ids_do_not_move_real_tokens(preset):
         torch.testing.assert_close(y[row, :length], alone, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("build, preset", [(bert, None), (bert, "text"), (vit, None), (vit, "image")])
+@pytest.mark.parametrize("build, preset", [(bert, None), (bert, "text"), (vit, None), (vit, "image"), (llama, "text")])
 def test_projections_are_gone_and_what_replaces_them_learns(build, preset):
-    model, labels = build(preset), torch.tensor([0, 1, 2])
+    model, labels = build(preset), ids() if build is llama else torch.tensor([0, 1, 2])
     names = [name for name, _ in model.named_parameters()]
     parts = ["log_sigma"] + ["log_scale", "head_gate.weight"] * (preset == "text")
     assert all(sum(name.endswith(part) for name in names) == 2 for part in parts)
@@ -101,61 +95,34 @@ def test_trainer_trains_it_and_what_it_saves_loads(tmp_path):
 
 
 @pytest.mark.parametrize("build, preset", [(vit, "image"), (llama, "text")])
-def test_steps_of_training_are_saved_and_loaded(build, preset, tmp_path):
-    model, again = build(preset), build(preset, seed=1)
-    inputs = (torch.randn(3, 3, 16, 24), torch.tensor([0, 1, 2])) if build is vit else (ids(), ids())
-    call = lambda model: model(inputs[0], labels=inputs[1])  # noqa: E731
-    optimizer, losses = torch.optim.AdamW(model.parameters(), lr=1e-3), []
-    for _ in range(5):
-        losses.append(call(model).loss)
-        losses[-1].backward()
-        optimizer.step()
-        optimizer.zero_grad()
+def test_what_is_saved_loads(build, preset, tmp_path):
+    model, again = build(preset).eval(), build(preset, seed=1).eval()
     model.save_pretrained(tmp_path)
     again.load_state_dict(load_file(tmp_path / "model.safetensors"))
-    assert losses[-1] < losses[0]
-    assert torch.equal(call(again.eval()).logits, call(model.eval()).logits)
+    inputs = torch.randn(3, 3, 16, 24) if build is vit else ids()
+    assert torch.equal(again(inputs).logits, model(inputs).logits)
 
 
-@pytest.mark.parametrize("build, preset, named", [(bert, "text", {}), (vit, "image", dict(grid=(4, 6)))])
+@pytest.mark.parametrize("build, preset, named", [
+    (bert, "text", {}), (vit, "image", dict(grid=(4, 6))), (partial(llama, num_key_value_heads=2), "text", {}),
+])  # fmt: skip
 def test_a_preset_is_that_of_the_layer(build, preset, named):
-    """Without rotary positions, which these models do not have."""
-    model, seen = build(preset).eval(), {}
+    """Without rotary positions in models that do not rotate, and with Llama's, which turn the other way."""
+    model, seen, rotates = build(preset).eval(), {}, build not in (bert, vit)
     layer = [part for part in model.modules() if hasattr(part, "log_sigma")][1]
     layer.o_proj = nn.Identity()
-    layer.register_forward_hook(lambda _, given, result: seen.update(x=given[0], y=result[0]))
+    layer.register_forward_pre_hook(
+        lambda _, given, named: seen.update(x=given[0] if given else named["hidden_states"]), with_kwargs=True
+    )
+    layer.register_forward_hook(lambda _, __, result: seen.update(y=result[0]))
     model(torch.randn(3, 3, 16, 24) if build is vit else ids())
-    want = GaussianKernelAttention(32, 4, preset=preset, rotary=False, bias=False)
+    cos, sin = rotary_tables(torch.arange(9.0), 8)
+    options = dict(rotary=(cos, -sin), causal=True) if rotates else dict(rotary=False)
+    want = GaussianKernelAttention(32, 4, preset=preset, bias=False, **options)
     nn.init.eye_(want.proj.weight)
     want.load_state_dict(layer.state_dict(), strict=False)
-    torch.testing.assert_close(seen["y"].flatten(2), want(seen["x"], **named), rtol=1e-5, atol=1e-6)
-
-
-def test_the_preset_is_its_equations_in_a_model_that_rotates():
-    """Keys norm(rotary(norm(x) exp a)) and values norm(x) one token apart, gates; transformers' angles are float32."""
-    model = llama("text", num_key_value_heads=2).double()
-    layer, seen, tokens = model.model.layers[1].self_attn, {}, ids()
-    layer.register_forward_pre_hook(lambda _, __, named: seen.update(x=named["hidden_states"]), with_kwargs=True)
-    layer.o_proj.register_forward_pre_hook(lambda _, given: seen.update(y=given[0]))
-    model(tokens)
-    x, T, H, D = seen["x"], 9, 4, 8
-    norm = lambda t: t / t.square().mean(-1, keepdim=True).sqrt()  # noqa: E731
-    values = norm(x.view(3, T, H, D))
-    turns = torch.arange(T).double()[:, None] * 10000.0 ** -(torch.arange(0, D, 2).double() / D)
-    cos, sin = turns.cos()[:, None], turns.sin()[:, None]
-    first, second = (values * layer.log_scale.exp().view(H, D)).chunk(2, dim=-1)
-    keys = norm(torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1))
-    want = torch.zeros(3, T, H, D, dtype=torch.float64)
-    for head, i in itertools.product(range(H), range(T)):
-        slots = torch.arange(i + 1)
-        before = (slots - 1).clamp(min=0)
-        of_keys, of_values = (slots, before) if head % 2 == 0 else (before, slots)
-        apart = (keys[:, i, None, head] - keys[:, of_keys, head]).square().sum(-1)
-        weights = (-apart / (2 * (2 * layer.log_sigma[head]).exp())).exp()
-        mixed = (weights[..., None] * values[:, of_values, head]).sum(1) / weights.sum(1)[:, None]
-        want[:, i, head] = mixed * 2 / (1 + (-0.1 * x[:, i] @ layer.head_gate.weight[head]).exp())[:, None]
-    torch.testing.assert_close(seen["y"], want.flatten(2), rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close((2 * layer.log_sigma).exp(), torch.full((H,), D / 4).double())
+    torch.testing.assert_close(seen["y"].flatten(2), want(seen["x"], **named), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close((2 * layer.log_sigma).exp(), torch.full((4,), 8 / 4 if preset == "text" else 8**0.5))
 
 
 @FORMS
@@ -203,26 +170,21 @@ def test_padded_generation_behind_virtual_tokens_is_served_without_a_cache():
 
 
 def test_what_it_cannot_change_is_named():
-    config = transformers.LlamaConfig(**SIZES, head_dim=16)
+    wide = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES, head_dim=16))
     for model, reason in [
-        (transformers.LlamaForCausalLM(config), "layers.0.self_attn: the heads together must be as wide as the model"),
+        (wide, "layers.0.self_attn: the heads together must be as wide as the model"),
         (nn.Linear(3, 3), "takes a model of transformers, got Linear"),
         (bert(), "it has GKA already"),
     ]:
         with pytest.raises(ValueError, match=reason):
             use_gka(model)
+    with pytest.raises(TypeError, match="got rotary"):
+        use_gka(transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES)), rotary=10.0)
+    model = llama()
     with pytest.raises(ValueError, match="use the dynamic cache"):
-        model = llama()
         model(ids(), past_key_values=transformers.StaticCache(config=model.config, max_cache_len=16))
-    config = transformers.ViTConfig(
-        hidden_size=48, num_attention_heads=3, num_hidden_layers=1, image_size=16, patch_size=4
-    )
-    with pytest.raises(ValueError, match="4 letters but there are 3 heads"):
-        use_gka(transformers.ViTModel(config), preset="image")
     with pytest.raises(ValueError, match="4 x 6 patches with one token before them, or none, got 17 tokens"):
         next(part for part in vit("image").modules() if hasattr(part, "log_sigma"))(torch.randn(1, 17, 32))
-    with pytest.raises(TypeError, match="got rotary"):
-        use_gka(transformers.ViTModel(config), rotary=10.0)
     with pytest.raises(ValueError, match=r"attention_mask as \(B, T\)"):
         bert("text")(ids(), attention_mask=torch.zeros(3, 1, 9, 9))
 
@@ -243,21 +205,17 @@ def test_a_model_that_is_refused_stays_as_it_was():
     y = model(ids()).last_hidden_state
     wider = transformers.BertModel(transformers.BertConfig(**SIZES))
     wider.encoder.layer[1].attention.self.query = nn.Linear(32, 16)
-    cases = [
-        (wider, {}),
-        (model, dict(sigma_squared=0.0)),
-        (model, dict(preset="texts")),
-        (model, dict(preset="image")),
-    ]
-    for refused, options in [
-        *cases,
-        (model, dict(preset="text", head_offsets="X")),
-        (model, dict(head_offsets="P", spatial_offsets="L")),
+    for refused, options, reason in [
+        (wider, {}, "as wide as the model"),
+        (model, dict(sigma_squared=0.0), "sigma_squared"),
+        (model, dict(preset="texts"), "preset"),
+        (model, dict(preset="image"), "image_size"),
+        (model, dict(preset="text", head_offsets="X"), "head_offsets"),
+        (model, dict(spatial_offsets="LRUBD"), "5 letters but there are 4 heads"),
+        (model, dict(head_offsets="P", spatial_offsets="L"), "take one"),
     ]:
         names = [name for name, _ in refused.named_parameters()]
-        with pytest.raises(
-            ValueError, match=r"as wide as the model|sigma_squared|preset|image_size|head_offsets|take one"
-        ):
+        with pytest.raises(ValueError, match=reason):
             use_gka(refused, **options)
         assert names == [name for name, _ in refused.named_parameters()]
         assert refused.config._attn_implementation != "gka"

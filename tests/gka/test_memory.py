@@ -5,7 +5,7 @@ import torch
 
 from gka import gaussian_attention
 from gka.testing import make_features, make_log_sigma
-from operator_cases import CPU, DEVICE
+from operator_cases import CPU, DEVICE, STRIDES
 
 pytestmark = pytest.mark.filterwarnings("ignore:(divide by zero|invalid value|overflow) encountered:RuntimeWarning")
 SHAPE = (2, 19, 2, 16)
@@ -25,19 +25,6 @@ def draw(device, seed=0, dtype=torch.float32):
     return make_features("normal", SHAPE, dtype, seed).to(device)
 
 
-def views(device, dtype):
-    """Features in wider tokens, heads first, every other token, channels apart, channels before tokens."""
-    wide, tokens, apart = (
-        torch.full(shape, float("nan"), device=device, dtype=dtype)
-        for shape in ((2, 19, 3, 16), (2, 40, 2, 16), (2, 19, 2, 32))
-    )
-    heads_first = torch.empty(2, 2, 19, 16, device=device, dtype=dtype)
-    channels_first = torch.empty(2, 16, 2, 19, device=device, dtype=dtype)
-    every = wide[:, :, 1:], heads_first.transpose(1, 2), tokens[:, 1:39:2], apart[..., ::2]
-    for view in (*every, channels_first.transpose(1, 3)):
-        yield view.copy_(draw(device, dtype=dtype))
-
-
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_strided_features_among_nans(impl, device, dtype, causal):
@@ -54,8 +41,9 @@ def test_strided_features_among_nans(impl, device, dtype, causal):
     for name in ("x", "values", "keys")[: 3 if impl == "cpu" else 2]:
         rest = {} if name == "x" else {"x": other}
         want = run(**rest, **{name: draw(device, dtype=dtype)})
-        for view in views(device, dtype):
-            assert all(torch.equal(a, b) for a, b in zip(run(**rest, **{name: view}), want, strict=True))
+        for strided in STRIDES.values():
+            got = run(**rest, **{name: strided(draw(device, dtype=dtype))})
+            assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
 
 
 def test_a_gradient_without_strides_and_a_negative_view(impl, device):

@@ -10,20 +10,25 @@ import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint
 
-from gka import gaussian_attention, gaussian_weights, select_impl, testing
+from gka import GaussianKernelAttention, gaussian_attention, gaussian_weights, select_impl, testing
+from gka.api import EPS
 from gka.dispatch import IMPLEMENTATIONS
 from gka.masking import Mask
 from gka.testing import Problem, make_features, make_log_sigma
 from operator_cases import (
     AUTO_ON_CPU,
     DEVICE,
+    FORMS,
     FUSED,
     IMPLS,
     STRIDES,
     TRITON,
+    boundaries,
     check_parts,
     gradients,
     half_kept,
+    parts_of,
+    problem_of,
 )
 
 LEARNING = ["reference", *FUSED["cpu"]]
@@ -37,11 +42,6 @@ pytestmark = pytest.mark.filterwarnings(
 )
 
 
-def eps_of(impl):
-    """What the oracle adds to the row sum."""
-    return 1e-6 if IMPLEMENTATIONS[impl].SERVES.applies_eps else 0.0
-
-
 def with_garbage(problem, hidden, filler):
     """The problem with the filler in padded tokens, and in what comes back to them."""
     names = ("x", "values", "grad_y") if problem.keys is None else ("keys", "values")
@@ -49,11 +49,11 @@ def with_garbage(problem, hidden, filler):
     return replace(problem, **{name: t.masked_fill(hidden, filler) for name, t in tensors.items()})
 
 
-def check(problem, padding, got, slack=0.0):
-    """Every row is the oracle's of its tokens alone, with zeros for padding."""
+def rows_of(problem, padding):
+    """The tokens of each row, as `check_parts` takes them: every row is the oracle's of its tokens alone."""
     tokens = [(~hidden).nonzero()[:, 0] for hidden in padding]
     parts = [(row, places if problem.keys is None else slice(None), places) for row, places in enumerate(tokens)]
-    check_parts(problem, [part for part in parts if len(part[2])], got, slack)
+    return [part for part in parts if len(part[2])]
 
 
 def padded(kind):
@@ -69,26 +69,6 @@ def padded(kind):
     return dict(key_padding_mask=mask), mask
 
 
-FORMS = {  # whether keys are not the queries, whether values are not the keys
-    "own": (False, False),
-    "values": (False, True),
-    "foreign": (True, False),
-    "foreign values": (True, True),
-}
-
-
-def problem_of(form, mask, dtype, impl) -> Problem:
-    """A problem of SHAPE's padded tokens, and of 21 queries if the keys are not the queries."""
-    foreign, with_values = FORMS[form]
-    problem = Problem.seeded("normal", SHAPE, dtype, with_values=with_values, mask=mask, eps=eps_of(impl))
-    if dtype == torch.float64:
-        problem = replace(problem, log_sigma=problem.log_sigma.double())
-    if not foreign:
-        return problem
-    x, grad_y = (make_features("normal", (SHAPE[0], 21, *SHAPE[2:]), dtype, seed=seed) for seed in (1, 2))
-    return replace(problem, x=x, keys=problem.x, grad_y=grad_y, eps=0.0)
-
-
 @pytest.mark.parametrize("impl", IMPLS)
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("kind", ["lengths", "right", "left", "anywhere"])
@@ -102,9 +82,10 @@ def test_padding_is_as_if_it_were_not_there(kind, form, impl):
         dtypes = dtypes and [torch.float16]
     cases = [*((mask, torch.float32) for mask in masks), *((masks[-1], dtype) for dtype in dtypes)]
     for (mask, dtype), filler in zip(cases, cycle((NAN, INF, 1e4))):
-        problem, options = problem_of(form, mask, dtype, impl), dict(causal=mask.causal, window=mask.window)
-        got = gradients(with_garbage(problem, hidden, filler), impl=impl, **options, **arguments)
-        check(problem, padding, got, slack=1e-6 if dtype in (torch.float16, torch.bfloat16) else 0.0)
+        problem = problem_of(form, SHAPE, impl, dtype, mask, num_queries=21)
+        options = dict(causal=mask.causal, window=mask.window, **arguments)
+        got = gradients(with_garbage(problem, hidden, filler), impl=impl, **options)
+        check_parts(problem, rows_of(problem, padding), got)
         of_padding = ("dkeys", "dvalues") if foreign else ("y", "dx", "dvalues")
         assert not any(got[name].masked_select(hidden).any() for name in of_padding if name in got)
         if foreign:  # a row without any key
@@ -172,10 +153,7 @@ def test_what_a_row_sees_is_not_hidden_and_what_it_cannot_see_does_not_touch_it(
     for length, bad, dtype, constant_norm in BAD[:2] if impl == "triton" else BAD:
         num_queries, place = length - 3 * foreign, length // 2 if bad is NAN and length > 20 else length - 1
         options, seen = mask_of(kind, num_queries, length)
-        clean = Problem.seeded("normal", (2, length, 2, 16), dtype, with_values=with_values)
-        if foreign:
-            x, grad_y = (make_features("normal", (2, num_queries, 2, 16), dtype, seed) for seed in (3, 2))
-            clean = replace(clean, x=x, keys=clean.x, grad_y=grad_y)
+        clean = problem_of(form, (2, length, 2, 16), impl, dtype, num_queries=num_queries)
         requested = {name for name, option in options.items() if option is not None and option is not False}
         if unserved := requested - IMPLEMENTATIONS[impl].SERVES.options:
             with pytest.raises(ValueError, match=f"{impl} does not serve {', '.join(unserved)}"):
@@ -260,11 +238,14 @@ def test_auto_takes_what_serves():
 
 
 @pytest.mark.skipif(AUTO_ON_CPU != "cpu", reason="the CPU kernel cannot be built here")
-def test_lengths_that_a_transform_hides_are_checked_before_memory_is_read():
-    x = torch.randn(2, 2, 5, 2, 4)
-    for wrong in ([[900, 5], [5, 5]], [[5, 5], [-30, 5]]):
-        with pytest.raises(ValueError, match="lengths must be from 0 to the number of keys, 5"):
-            torch.func.vmap(lambda x, n: gaussian_attention(x, torch.zeros(2), lengths=n))(x, torch.tensor(wrong))
+@pytest.mark.parametrize("name,wrong", [
+    ("lengths", [[900, 5], [5, 5]]), ("lengths", [[5, 5], [-30, 5]]), ("cu_seqlens", [[0, 3, 900], [0, 2, 5]]),
+    ("cu_seqlens", [[0, 2, 5], [0, -30, 5]]),
+], ids=str)  # fmt: skip
+def test_lengths_that_a_transform_hides_are_checked_before_memory_is_read(name, wrong):
+    x, numbers = torch.randn(2, 2 if name == "lengths" else 1, 5, 2, 4), torch.tensor(wrong, dtype=torch.int32)
+    with pytest.raises(ValueError, match=f"{name} must .* number of (keys|tokens), 5"):
+        torch.func.vmap(lambda x, n: gaussian_attention(x, torch.zeros(2), **{name: n}))(x, numbers)
 
 
 @pytest.mark.parametrize("impl", LEARNING)
@@ -299,116 +280,141 @@ def test_hidden_tokens_may_be_of_any_size(impl):
     torch.testing.assert_close(*outputs, rtol=1e-5, atol=1e-6)
 
 
-# Random cases
+# Padded batches and packed documents
 
 
 def random_case(seed):
-    """(problem, padding, garbage in the padding or None, strides of each tensor, options) of one seed."""
+    """(problem, its parts for `check_parts`, padding or None, what hides it, strides of each tensor) of one seed."""
     draw = random.Random(seed)
-    batch, tokens, heads = draw.choice([0, 1, 1, 2, 3, 5]), draw.randint(1, 70), draw.randint(1, 3)
-    head_dim, foreign, apart = draw.choice([1, 2, 3, 8, 16, 17, 33, 64, 128]), draw.random() < 0.3, draw.random() < 0.3
+    kind, form = draw.choice(["lengths", "left", "anywhere", "documents"]), draw.choice(list(FORMS))
+    heads, head_dim = draw.randint(1, 3), draw.choice([1, 2, 3, 8, 16, 17, 33, 64, 128])
     dtype = draw.choice([torch.float32, torch.float32, torch.float32, torch.bfloat16, torch.float16, torch.float64])
-    lengths = torch.tensor([draw.choice([0, 1, tokens, draw.randint(0, tokens)]) for _ in range(batch)]).long()
-    padding, kind = torch.arange(tokens) >= lengths[:, None], draw.choice(["lengths", "left", "anywhere"])
-    if kind != "lengths":
-        generator = torch.Generator().manual_seed(seed)
-        padding = padding.flip(1) if kind == "left" else torch.rand(batch, tokens, generator=generator) < 0.5
-    causal, window = not foreign and draw.random() < 0.4, None
-    if kind == "lengths" and not foreign and draw.random() < 0.3:
-        window = draw.randint(0, tokens)
-    hidden = dict(lengths=lengths) if kind == "lengths" else dict(key_padding_mask=padding)
-
-    def features(number, seed):
-        return make_features("normal", (batch, number, heads, head_dim), dtype, seed)
-
-    queries, log_sigma = draw.randint(1, 70) if foreign else tokens, make_log_sigma(heads, head_dim)
-    problem = Problem(
-        features(queries, 0), log_sigma.double() if dtype == torch.float64 else log_sigma,  # its gradient too
-        keys=features(tokens, 3) if foreign else None, values=features(tokens, 1) if apart else None,
-        grad_y=features(queries, 2), mask=Mask(causal, window),
-    )  # fmt: skip
+    if kind == "documents":
+        lengths = [draw.choice([0, 1, 2, draw.randint(0, 40)]) for _ in range(draw.randint(1, 9))] + [1]
+        batch, tokens, queries = 1, sum(lengths), sum(lengths)
+    else:
+        batch, tokens, queries = draw.choice([0, 1, 1, 2, 3, 5]), draw.randint(1, 70), draw.randint(1, 70)
+    aligned = kind == "documents" or not FORMS[form][0]
+    mask = Mask(
+        causal=aligned and draw.random() < 0.4,
+        window=draw.randint(0, tokens)
+        if aligned and kind in ("documents", "lengths") and draw.random() < 0.3
+        else None,
+    )
+    problem = problem_of(form, (batch, tokens, heads, head_dim), "sdpa", dtype, mask, queries)
     strides = {name: draw.choice(list(STRIDES)) for name in ("x", "keys", "values", "y")}
-    return problem, padding, draw.choice([None, 1e4, NAN, INF]), strides, dict(causal=causal, window=window, **hidden)
+    if kind == "documents":
+        return problem, parts_of(lengths), None, dict(cu_seqlens=boundaries(lengths)), strides
+    lengths = torch.tensor([draw.choice([0, 1, tokens, draw.randint(0, tokens)]) for _ in range(batch)]).long()
+    padding = torch.arange(tokens) >= lengths[:, None]
+    if kind == "lengths":
+        return problem, rows_of(problem, padding), padding, dict(lengths=lengths), strides
+    generator = torch.Generator().manual_seed(seed)
+    padding = padding.flip(1) if kind == "left" else torch.rand(batch, tokens, generator=generator) < 0.5
+    return problem, rows_of(problem, padding), padding, dict(key_padding_mask=padding), strides
 
 
 def random_case_is_wrong(seed):
     """What an implementation that serves the case gets wrong, with the case; None if it is right."""
-    problem, padding, garbage, strides, options = random_case(seed)
+    problem, parts, padding, hides, strides = random_case(seed)
+    options = dict(causal=problem.mask.causal, window=problem.mask.window, **hides)
     serving, draw = [], random.Random(-seed - 1)
     for impl in ("reference", "sdpa", "cpu"):
         with contextlib.suppress(ValueError):
             serving.append(select_impl(problem.x, keys=problem.keys, values=problem.values, impl=impl, **options))
-    impl = draw.choice(serving)
+    impl, garbage = draw.choice(serving), draw.choice([None, 1e4, NAN, INF])
 
     def route(x, log_sigma, **tensors):
         tensors = {name: None if t is None else STRIDES[strides[name]](t) for name, t in tensors.items()}
         y = gaussian_attention(STRIDES[strides["x"]](x), log_sigma, impl=impl, **tensors, **options)
         return STRIDES[strides["y"]](y)
 
-    filled = problem if garbage is None else with_garbage(problem, padding[:, :, None, None], garbage)
+    filled = problem
+    if padding is not None and garbage is not None:
+        filled = with_garbage(problem, padding[:, :, None, None], garbage)
+    filled = replace(filled, grad_y=None) if draw.random() < 0.2 else filled
     try:
         got = testing.run(route, filled).named()
-        check(replace(problem, eps=eps_of(impl)), padding, got)
+        check_parts(replace(problem, eps=EPS * IMPLEMENTATIONS[impl].SERVES.applies_eps), parts, got)
     except Exception as error:
         about = f"{tuple(problem.x.shape)}, {problem.x.dtype}, garbage {garbage}, {strides}, {options}"
         return f"seed {seed}, {impl}: {type(error).__name__}: {error}: keys {problem.keys is not None}, {about}"
     return None
 
 
-@pytest.mark.parametrize("first, last", [(0, 100), pytest.param(100, 2000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("first, last", [(0, 160), pytest.param(160, 3000, marks=pytest.mark.slow)])
 def test_random_shapes_lengths_strides_and_dtypes(first, last):
     wrong = list(filter(None, map(random_case_is_wrong, range(first, last))))
     assert not wrong, "\n".join([f"{len(wrong)} cases", *wrong])
 
 
-# Transforms
-
-
 class Padded(torch.nn.Module):
+    """The operator of a padded batch."""
+
     def __init__(self, impl):
         super().__init__()
         self.log_sigma, self.impl = torch.nn.Parameter(torch.zeros(2)), impl
 
     def forward(self, x, lengths):
-        return gaussian_attention(x, self.log_sigma, lengths=lengths, impl=self.impl)
+        return gaussian_attention(x.unflatten(-1, (2, 16)), self.log_sigma, lengths=lengths, impl=self.impl)
 
 
+class Packed(torch.nn.Module):
+    """The layer of packed documents."""
+
+    def __init__(self, impl):
+        super().__init__()
+        self.layer = GaussianKernelAttention(32, 2, causal=True, head_offsets="PS", impl=impl)
+
+    def forward(self, x, cu_seqlens):
+        return self.layer(x, cu_seqlens=cu_seqlens)
+
+
+def inputs_of(name, lengths):
+    if name == "cu_seqlens":
+        return torch.randn(1, sum(lengths), 32), boundaries(lengths)
+    return torch.randn(len(lengths), max(lengths), 32), torch.tensor(lengths)
+
+
+TRAINED = {  # on 40 tokens
+    "lengths": ([40, 3, 0], [1, 1, 40], [40, 40, 40], [40, 3, 5]),
+    "cu_seqlens": ([40, 0, 0], [1, 1, 38], [20, 0, 20], [13, 13, 14]),
+}
+SEVERAL = {"lengths": Padded, "cu_seqlens": Packed}
+several = pytest.mark.parametrize("name", SEVERAL)
+
+
+@several
 @pytest.mark.parametrize("impl", LEARNING)
-def test_an_exported_program_takes_other_batches_and_lengths(impl):
-    model, batch, tokens = Padded(impl), torch.export.Dim("batch", min=2, max=64), torch.export.Dim("tokens", max=512)
-    example = make_features("normal", (3, 20, 2, 8)), torch.tensor([20, 4, 0])
-    program = torch.export.export(model, example, dynamic_shapes=({0: batch, 1: tokens}, {0: batch})).module()
-    for size, lengths in ((20, [1, 20, 7]), (33, [33, 2, 0, 5])):
-        inputs = make_features("normal", (len(lengths), size, 2, 8), seed=size), torch.tensor(lengths)
+def test_an_exported_program_takes_other_lengths(impl, name):
+    model, rows = SEVERAL[name](impl), torch.export.Dim("rows", max=64)
+    tokens = torch.export.Dim("tokens", min=17, max=512)
+    shapes = ({1: tokens}, {0: rows}) if name == "cu_seqlens" else ({0: rows, 1: tokens}, {0: rows})
+    program = torch.export.export(model, inputs_of(name, [20, 4, 0]), dynamic_shapes=shapes).module()
+    for lengths in ([1, 20, 7], [33, 2, 0, 5]):
+        inputs = inputs_of(name, lengths)
         torch.testing.assert_close(program(*inputs), model(*inputs))
 
 
-@pytest.mark.parametrize("impl", [*LEARNING, TRITON])
-def test_checkpointed_activations_give_the_same_gradients(impl):
-    model, x, lengths = Padded(impl), make_features("normal", (3, 20, 2, 8)), torch.tensor([20, 4, 0])
-
-    def gradients_of(forward):
-        leaf = x.clone().requires_grad_()
-        return torch.autograd.grad(forward(leaf, lengths).square().sum(), (leaf, model.log_sigma))
-
-    got = gradients_of(lambda *inputs: checkpoint(model, *inputs, use_reentrant=False))
-    assert all(map(torch.equal, got, gradients_of(model)))
-
-
+@several
 @pytest.mark.parametrize("impl", LEARNING)
-def test_training_on_other_lengths_does_not_compile_again(impl):
+def test_other_lengths_are_not_compiled_again(impl, name):
+    """Compiled or checkpointed, gradients stay what they are."""
     torch._dynamo.reset()
-    model, x = Padded(impl), make_features("normal", (3, 40, 2, 16))
-    counter = CompileCounterWithBackend("aot_eager")
+    model, counter = SEVERAL[name](impl), CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(model, backend=counter, fullgraph=True)
-    for lengths in ([40, 3, 0], [1, 1, 39], [40, 40, 40], [40, 3, 5]):
-        results = []
-        for forward in (compiled, model):
+    for lengths in TRAINED[name]:
+        (x, numbers), results = inputs_of(name, lengths), []
+        for forward in (compiled, model, lambda *inputs: checkpoint(model, *inputs, use_reentrant=False)):
             leaf = x.clone().requires_grad_()
-            y = forward(leaf, torch.tensor(lengths))
-            results.append([y, *torch.autograd.grad(y.square().sum(), (leaf, model.log_sigma))])
-        torch.testing.assert_close(*results, rtol=1e-4, atol=1e-5)
+            y = forward(leaf, numbers)
+            results.append([y, *torch.autograd.grad(y.square().sum(), (leaf, *model.parameters()))])
+        torch.testing.assert_close(*results[:2], rtol=1e-4, atol=1e-5)
+        assert all(map(torch.equal, *results[1:]))
     assert counter.frame_count == 1
+    if name == "cu_seqlens":
+        compiled(x, boundaries([5] * 8)), compiled(x, boundaries([2] * 20))
+        assert counter.frame_count == 2  # for any number of documents
 
 
 @pytest.mark.parametrize("impl", IMPLS)

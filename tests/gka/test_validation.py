@@ -9,7 +9,6 @@ from functools import partial
 import pytest
 import torch
 from torch._subclasses import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from gka import (
     GaussianKernelAttention,
@@ -49,19 +48,16 @@ CASES = [  # the error, its words, and a call
     (ValueError, "x must have tokens, heads and channels", lambda: attend(X[:, :0], S)),
     (TypeError, "x must be a floating tensor", lambda: attend(X.long(), S)),
     (TypeError, "log_sigma must be a torch.Tensor", lambda: attend(X, 0.5)),
-    (TypeError, "log_sigma must be float32", lambda: attend(X.bfloat16(), S.bfloat16())),
     (TypeError, "log_sigma must be float32", lambda: attend(X, S.double())),
     (ValueError, r"log_sigma must have shape \(H,\) = \(3,\), got \(4,\)", lambda: attend(X, torch.zeros(4))),
     (ValueError, "log_sigma must be on the device", lambda: attend(X.to("meta"), S)),
     (ValueError, "log_sigma must be finite", lambda: attend(X, torch.tensor([0.0, math.nan, 0.0]))),
-    (ValueError, "log_sigma must be finite", lambda: attend(X, torch.tensor([0.0, math.inf, 0.0]))),
     (TypeError, "keys must have the dtype of the queries, torch.float32", lambda: attend(X, S, keys=X.double())),
     (ValueError, "keys must have shape", lambda: attend(X, S, keys=X[..., :8])),
     (ValueError, "keys must be on the device", lambda: attend(X, S, keys=X.to("meta"))),
     (ValueError, "as many tokens as keys, 5, got 4", lambda: attend(X, S, values=X[:, :4])),
     (ValueError, "as many tokens as the queries, 5", lambda: attend(X, S, keys=X[:, :4], causal=True)),
     (TypeError, "causal must be a bool", lambda: attend(X, S, causal=1)),
-    (TypeError, "window must be an int or None", lambda: attend(X, S, window=2.0)),
     (TypeError, "window must be an int or None", lambda: attend(X, S, window=True)),
     (ValueError, "window must be >= 0", lambda: attend(X, S, window=-1)),
     (TypeError, "eps must be a number", lambda: attend(X, S, eps="1e-6")),
@@ -71,41 +67,27 @@ CASES = [  # the error, its words, and a call
     (ValueError, "no backward pass outside CUDA", lambda: attend(X, S.clone().requires_grad_(), impl="flex")),
     (ValueError, "keys only with constant_norm", lambda: attend(LEAF, S, keys=X, impl="triton")),
     (ValueError, "one of auto, flex, sdpa, got 'reference'", lambda: baseline(X, X, X, impl="reference")),
-    (ValueError, "k must have shape", lambda: baseline(X, X[:, :, :1], X)),
     (TypeError, "dim and num_heads must be ints, got float and int", lambda: layer(8.0, 2)),
     (ValueError, "num_heads must divide dim, got dim=10 and num_heads=3", lambda: layer(10, 3)),
-    (ValueError, "window must be >= 0", lambda: layer(32, 2, window=-1)),
     (ValueError, NAMES, lambda: layer(32, 2, impl="cuda")),
     (TypeError, r"x must be a torch.Tensor of shape \(B, T, dim\), got NoneType", lambda: layer(8, 2)(None)),
     (TypeError, r"x must have .*weights, torch.float32, got torch.float16: cast", lambda: layer(32, 2)(HIDDEN.half())),
     (TypeError, "context must have the dtype of .*torch.float64", lambda: layer(32, 2)(HIDDEN, HIDDEN.double())),
     (TypeError, "context.*key_padding_mask=... or attn_mask", lambda: layer(32, 2)(HIDDEN, HIDDEN[..., 0] > 0)),
-    (ValueError, r"context.*\(B, Tk, dim\) = \(2, \*, 32\)", lambda: layer(32, 2)(HIDDEN, HIDDEN[:1])),
-    (TypeError, "value must have the dtype", lambda: multihead(32, 2)(HIDDEN, HIDDEN, HIDDEN.half())),
     (TypeError, "values must have the dtype of the queries", lambda: decode_attention(X[:, :1], S, X.half())),
     (TypeError, r"lengths must be a torch.Tensor of shape \(B,\), got list", lambda: attend(X, S, lengths=[5, 3])),
     (TypeError, "lengths must be int64 or int32, got torch.float32", lambda: attend(X, S, lengths=torch.ones(2))),
-    (ValueError, r"lengths must have shape \(B,\) = \(2,\), got \(3,\)", lambda: attend(X, S, lengths=torch.arange(3))),
-    (ValueError, r"lengths .* 0 to .*, 5, got \[6, 3\]", lambda: literal(X, S, lengths=torch.tensor([6, 3]))),
     (ValueError, r"lengths .* 0 to .*, 5, got \[5, -1\]", lambda: literal(X, S, lengths=torch.tensor([5, -1]))),
     (TypeError, "key_padding_mask must be bool, True for", lambda: attend(X, S, key_padding_mask=PADDING.float())),
-    (ValueError, r"key_padding_mask .* = \(2, 5\)", lambda: attend(X, S, key_padding_mask=PADDING[:, :4])),
     (ValueError, "give one of", lambda: attend(X, S, key_padding_mask=PADDING, lengths=torch.tensor([5, 5]))),
     (TypeError, "attn_mask must be bool, True = visible", lambda: attend(X, S, attn_mask=PADDING.long())),
     (ValueError, r"attn_mask must broadcast to .* = \(2, 3, 5, 5\)", lambda: attend(X, S, attn_mask=torch.ones(4, 5))),
     (ValueError, r"each sequence give mask\[:, None\]", lambda: attend(X, S, attn_mask=torch.ones(2, 5, 5))),
-    (TypeError, r"cu_seqlens .*\(documents \+ 1,\), got list", lambda: pack([0, 5])),
-    (TypeError, "cu_seqlens must be int32, got torch.int64", lambda: pack(torch.tensor([0, 5]))),
     (ValueError, r"cu_seqlens must have shape .*, got \(1,\)", lambda: pack(torch.zeros(1, dtype=torch.int32))),
-    (ValueError, r"cu_seqlens must have shape .*, got \(1, 2\)", lambda: pack(PACKED[None])),
-    (ValueError, "cu_seqlens must be on the device", lambda: pack(PACKED.to("meta"))),
-    (ValueError, r"cu_seqlens must rise from 0 .*, 5, got \[1, 5\]", lambda: pack(PACKED.clamp(min=1))),
     (ValueError, r"cu_seqlens must rise from 0 .*, 5, got \[0, 4\]", lambda: pack(PACKED.clamp(max=4))),
     (ValueError, r"cu_seqlens must rise .*, got \[0, 4, 3, 5\]", lambda: pack(torch.tensor([0, 4, 3, 5]).int())),
     (ValueError, r"cu_seqlens needs all tokens in one row.*\(2, 5, 3, 16\)", lambda: attend(X, S, cu_seqlens=PACKED)),
     (ValueError, "cu_seqlens is for keys of the same tokens", lambda: pack(PACKED, keys=torch.ones(1, 7, 3, 16))),
-    (ValueError, "cu_seqlens and lengths", lambda: pack(PACKED, lengths=torch.tensor([5]))),
-    (ValueError, "cu_seqlens and key_padding_mask", lambda: pack(PACKED, key_padding_mask=PADDING[:1])),
     (ValueError, "cu_seqlens and attn_mask", lambda: pack(PACKED, attn_mask=torch.ones(5, 5))),
     (ValueError, "flex does not serve cu_seqlens", lambda: pack(torch.tensor([0, 2, 5]).int(), impl="flex")),
     (ValueError, r"cu_seqlens .*\(2, 5, 3, 16\)", lambda: baseline(X, X, X, cu_seqlens=PACKED)),
@@ -114,9 +96,7 @@ CASES = [  # the error, its words, and a call
     (ValueError, r"cu_seqlens .*\(2, 5, 2, 16\)", lambda: offset(HIDDEN, cu_seqlens=PACKED)),
     (ValueError, "cpu does not serve attn_mask", lambda: attend(X, S, attn_mask=torch.ones(5, 5), impl="cpu")),
     (ValueError, r"lengths must be 2 numbers from 2 to 30, got \[30, 31\]", lambda: decode(lengths=[30, 31])),
-    (ValueError, "lengths must be 2 numbers from 2 to 30", lambda: decode(lengths=[1, 30])),
     (ValueError, "value_delays must be 3 numbers from 0", lambda: decode(value_delays=[0, 0, 2**64 - 5])),
-    (ValueError, "key_delays must be 3 numbers from 0 to 2.31 - 1, one a head", lambda: decode(key_delays=[1])),
     (ValueError, r"rotary .*\(30 or more, 16 / 2\) numbers, got \(29, 8\)", lambda: decode(rotary=[TABLES[0][1:]])),
     (ValueError, "given or derived by rotary, not both", lambda: decode(rotary=TABLES, keys=torch.ones(2, 30, 3, 16))),
     (ValueError, "of keys that are derived by rotary", lambda: decode(channel_scales=torch.ones(3, 16))),
@@ -202,25 +182,6 @@ def test_values_are_not_read_where_that_would_stall_or_break_a_graph():
         lambda x: gaussian_attention(x, log_sigma, causal=True, impl="sdpa"), fullgraph=True, backend="aot_eager"
     )
     assert compiled(x).isfinite().all()
-
-
-class Crossings(TorchDispatchMode):
-    """Counts what comes from the CPU: there such a copy waits for the GPU, and a CUDA graph cannot hold it."""
-
-    count = 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        self.count += any(isinstance(t, torch.Tensor) and t.device.type == "cpu" for t in args)
-        return function(*args, **(kwargs or {}))
-
-
-@pytest.mark.parametrize("causal", [False, True])
-def test_on_a_gpu_nothing_comes_from_the_cpu(causal):
-    """By torch's fake tensors, which need no GPU."""
-    with FakeTensorMode(), Crossings() as crossings:
-        x, log_sigma = torch.empty(1, 20, 2, 16, device="cuda"), torch.zeros(2, device="cuda")
-        gaussian_attention(x, log_sigma, causal=causal, impl="sdpa")
-    assert crossings.count == 0
 
 
 NO_LENGTHS = dict(constant_norm=True, lengths=torch.zeros(0, dtype=torch.int64))

@@ -8,6 +8,7 @@ from unittest import mock
 
 import pytest
 import torch
+from torch import nn
 
 from gka import gaussian_attention, testing
 from gka.api import EPS
@@ -76,7 +77,51 @@ def foreign(
     return Problem(draw(num_queries, 0, kind), log_sigma, mask=mask, grad_y=grad_y, **tensors)
 
 
+# Models with the layer
+
+
+def filled(model):
+    """The model, with parameters that are zeros at first filled, so that they matter."""
+    for name, parameter in model.named_parameters():
+        if "log_scale" in name or "head_gate" in name:
+            nn.init.normal_(parameter, std=0.5 if "log_scale" in name else 5.0)
+    return model
+
+
 # Calls that are several attentions, such as a padded batch or packed documents
+
+FORMS = {  # whether keys are not the queries, whether values are not the keys
+    "own": (False, False),
+    "values": (False, True),
+    "other keys": (True, False),
+    "other keys and values": (True, True),
+}
+
+
+def problem_of(form, shape, impl, dtype=torch.float32, mask=testing.FULL, num_queries=None) -> Problem:
+    """A problem of one of FORMS, with the eps that `impl` applies. num_queries: beside other keys; None: as many."""
+    other_keys, with_values = FORMS[form]
+    eps = EPS if IMPLEMENTATIONS[impl].SERVES.applies_eps and not other_keys else 0.0
+    problem = Problem.seeded("normal", shape, dtype, with_values=with_values, mask=mask, eps=eps)
+    if dtype == torch.float64:
+        problem = replace(problem, log_sigma=problem.log_sigma.double())
+    if not other_keys:
+        return problem
+    batch, num_keys, *heads = shape
+    shape = (batch, num_queries or num_keys, *heads)
+    x, grad_y = (testing.make_features("normal", shape, dtype, seed) for seed in (3, 4))
+    return replace(problem, x=x, keys=problem.x, grad_y=grad_y)
+
+
+def boundaries(lengths) -> torch.Tensor:
+    """cu_seqlens of documents of these lengths."""
+    return torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
+
+
+def parts_of(lengths) -> list:
+    """Documents that have tokens, as `check_parts` takes them."""
+    places = [slice(begin, end) for begin, end in itertools.pairwise(boundaries(lengths).tolist()) if end > begin]
+    return [(0, tokens, tokens) for tokens in places]
 
 
 def gradients(problem, impl, **options):
@@ -89,10 +134,11 @@ def gradients(problem, impl, **options):
         return testing.run(partial(gaussian_attention, impl=impl, **options), problem).named()
 
 
-def check_parts(problem, parts, got, slack=0.0):
+def check_parts(problem, parts, got):
     """`got`, of a call of `problem`, is what the oracle gives for each part alone, and 0 elsewhere; what the floors of
     parts allow adds up. parts: (row of the batch, its queries, its keys), by index.
     """
+    slack = EPS if problem.x.dtype.itemsize == 2 else 0.0
     want, by_plain = ({name: torch.zeros_like(t, dtype=torch.float64) for name, t in got.items()} for _ in range(2))
     squares, sums = dict.fromkeys(got, 0.0), dict.fromkeys(got, 0.0)
     for row, queries, keys in parts:
@@ -122,8 +168,10 @@ STRIDES = {
     "heads before tokens": lambda t: t.transpose(1, 2).contiguous().transpose(1, 2),
     "tokens before rows": lambda t: t.transpose(0, 1).contiguous().transpose(0, 1),
     "channels before tokens": lambda t: t.transpose(1, 3).contiguous().transpose(1, 3),
-    "a part of wider channels": lambda t: torch.cat([t, t.detach() + 1], -1)[..., : t.shape[-1]],
-    "every second token": lambda t: torch.stack([t, t.detach() + 1], 2).flatten(1, 2)[:, ::2],
+    # Among numbers that are not to be read:
+    "a part of wider channels": lambda t: torch.cat([t, torch.full_like(t, torch.nan)], -1)[..., : t.shape[-1]],
+    "channels apart": lambda t: torch.stack([t, torch.full_like(t, torch.nan)], -1)[..., 0],
+    "every second token": lambda t: torch.stack([t, torch.full_like(t, torch.nan)], 2).flatten(1, 2)[:, ::2],
 }
 
 
