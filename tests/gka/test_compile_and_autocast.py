@@ -13,7 +13,7 @@ from gka.dispatch import BASELINES
 from gka.impl import flex
 from gka.masking import Mask
 from gka.testing import make_log_sigma
-from operator_cases import IMPLS, TRITON, check
+from operator_cases import IMPLS, TRITON
 
 
 @pytest.mark.parametrize("impl", [*BASELINES, "auto"])
@@ -29,22 +29,22 @@ def test_the_baseline_compiles_without_graph_breaks(impl):
 
 @pytest.mark.parametrize("impl", IMPLS)
 @pytest.mark.parametrize("constant_norm", [False, True])
-def test_compiles_without_graph_breaks(constant_norm, impl):
+@pytest.mark.parametrize("dynamic,window", [(None, 7), (True, None)])
+def test_compiles_without_graph_breaks(dynamic, window, constant_norm, impl):
     learns = impl != "flex"  # it has no gradients on CPUs
-    leaves = (
-        testing.make_features("normal", (1, 24, 2, 16)).requires_grad_(learns),
-        torch.zeros(2, requires_grad=learns),
-    )
     torch._dynamo.reset()  # one function compiles eight times at most
 
     def function(x, log_sigma):
-        return gaussian_attention(x, log_sigma, causal=True, window=7, constant_norm=constant_norm, impl=impl)
+        return gaussian_attention(x, log_sigma, causal=True, window=window, constant_norm=constant_norm, impl=impl)
 
-    results = []
-    for each in (torch.compile(function, fullgraph=True, backend="aot_eager"), function):
-        y = each(*leaves)
-        results.append([y, *(torch.autograd.grad(y.square().sum(), leaves) if learns else ())])
-    torch.testing.assert_close(*results)
+    compiled = torch.compile(function, fullgraph=True, dynamic=dynamic, backend="aot_eager")
+    for length in (5, 24, 37) if dynamic else (24,):
+        x, log_sigma = testing.make_features("normal", (1, length, 2, 16)), torch.zeros(2)
+        leaves, results = [t.requires_grad_(learns) for t in (x, log_sigma)], []
+        for each in (compiled, function):
+            y = each(*leaves)
+            results.append([y, *(torch.autograd.grad(y.square().sum(), leaves) if learns else ())])
+        torch.testing.assert_close(*results)
 
 
 def test_a_graph_does_not_ask_whether_a_device_has_autocast(monkeypatch):
@@ -60,28 +60,6 @@ def test_a_graph_does_not_ask_whether_a_device_has_autocast(monkeypatch):
     with torch.autocast("cpu"):
         assert compiled(x).dtype == torch.bfloat16
     assert compiled(x).dtype == torch.float32
-
-
-@pytest.mark.parametrize("impl", IMPLS)
-def test_compiles_with_dynamic_shapes(impl):
-    log_sigma = torch.zeros(2)
-
-    def function(x):
-        return gaussian_attention(x, log_sigma, causal=True, impl=impl)
-
-    compiled = torch.compile(function, fullgraph=True, dynamic=True, backend="aot_eager")
-    for length in (5, 24, 37):
-        x = testing.make_features("normal", (1, length, 2, 16))
-        torch.testing.assert_close(compiled(x), function(x))
-
-
-@pytest.mark.gpu
-def test_flex_compiles_once_for_lengths_that_fill_the_same_tiles_on_cuda():
-    torch._dynamo.reset()
-    torch._dynamo.utils.counters.clear()
-    for length in range(100, 106):
-        check("flex", (1, length, 2, 32), causal=True, with_values=True, device="cuda")
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 3
 
 
 def test_flex_compiles_once_for_lengths_that_fill_the_same_tiles(monkeypatch):

@@ -132,14 +132,11 @@ def test_a_damaged_library_is_named_and_not_loaded(tmp_path, damage):
     assert lines[0] == "sdpa 9" and f"{path} is damaged; remove it" in lines[1] and path.read_bytes() == before
 
 
-def test_a_compiler_that_hangs_is_ended_with_its_children(tmp_path, monkeypatch):
-    script = f"sleep 600 & echo $! >> {tmp_path}/children\nwait\n"
-    monkeypatch.setenv("CXX", wrapper(tmp_path, script))
+def test_a_compiler_that_hangs_is_ended(tmp_path, monkeypatch):
+    monkeypatch.setenv("CXX", wrapper(tmp_path, "exec sleep 600\n"))
     monkeypatch.setattr(build, "TIMEOUT", 2)
     with pytest.raises(build.Unavailable, match=r"compiler did not finish in 2 seconds$"):
         build._built("AVX2", tmp_path)
-    children = list(map(int, (tmp_path / "children").read_text().split()))
-    assert len(children) == len(list(build.SOURCE.glob("*.cpp"))) and not processes.still_there(children, 60)
 
 
 def test_what_decides_the_library_is_in_its_name(monkeypatch, tmp_path):
@@ -176,15 +173,6 @@ def test_a_child_forked_while_a_thread_builds_does_not_wait_for_it():
     outcome = build.obstacle()
     with build._lock:
         assert processes.in_a_forked_child(lambda: build.obstacle() == outcome, timeout=20)
-
-
-@needs_compiler
-def test_a_struct_of_another_size_than_pythons_is_an_error(monkeypatch):
-    size = build.structs.SIZE
-    monkeypatch.setattr(build.structs, "SIZE", size + 8)
-    monkeypatch.setattr(build, "_outcome", None)
-    with pytest.raises(RuntimeError, match=f"GkaRequest has {size} bytes in the library and {size + 8} bytes in"):
-        build.obstacle()
 
 
 def with_avx2(*words) -> str:

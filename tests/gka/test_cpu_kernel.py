@@ -221,24 +221,6 @@ def test_split_heads_keep_to_the_budget(threads, count, causal, window):
     testing.check(route(mask), foreign(2, 900, 16, mask, with_values=False, with_gradients=False))
 
 
-@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-@pytest.mark.parametrize("which", ["own", "x", "keys", "values"])
-def test_nan_and_infinity_show_and_do_not_leak_into_other_heads(dtype, which, bad):
-    names = ("x",) if which == "own" else ("x", "keys", "values")
-    tensors = {name: make_features("normal", (2, 40 + 10 * (name != "x"), 2, 20), dtype, len(name)) for name in names}
-    tensors["x" if which == "own" else which][1, 30, 1, 3] = bad
-    y, dx, dlog_sigma, *dkeys_dvalues = gradients(log_sigma=torch.zeros(2), causal=True, **tensors)
-    first, end = {"own": (30, 40), "x": (30, 31)}.get(which, (20, 40))  # queries are aligned at the end
-    reached = y[1, first:end, 1]
-    assert y[1, :first, 1].isfinite().all() and y[1, end:, 1].isfinite().all()
-    if (which, bad) == ("keys", float("inf")):  # infinitely far away, or with the sign of the product not a number
-        reached = reached[tensors["x"][1, 20:, 1, 3] > 0]
-    assert not reached.isfinite().all(-1).any()
-    assert y[0].isfinite().all() and y[:, :, 0].isfinite().all()
-    assert all(g[0].isfinite().all() and g[:, :, 0].isfinite().all() for g in (dx, *dkeys_dvalues))
-    assert any(g[1, :, 1].isnan().any() for g in (dx, *dkeys_dvalues)) and dlog_sigma.isnan().tolist() == [False, True]
-
-
 def test_a_bad_query_reaches_the_values_that_it_sees_and_no_others():
     x, keys, values = (make_features("normal", (1, 50, 1, 20), seed=seed).requires_grad_() for seed in range(3))
     weight = torch.ones(50)

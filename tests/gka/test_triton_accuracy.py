@@ -9,7 +9,6 @@ test_triton_gpu.py.
 import math
 from dataclasses import replace
 from functools import partial
-from itertools import accumulate
 
 import pytest
 import torch
@@ -23,7 +22,7 @@ from gka.impl.triton import cudnn, launch, op
 from gka.impl.triton.configs import generation, override
 from gka.masking import Mask
 from gka.testing import Problem, make_log_sigma
-from operator_cases import DEVICE, MASKS, check, features, tiles
+from operator_cases import DEVICE, MASKS, boundaries, check, features, tiles
 
 # Float32 tiles have 16 to 64 rows and columns, the larger the fewer channels.
 SHAPES = [(2, 1, 2, 16), (2, 63, 2, 32), (1, 75, 3, 24), (1, 111, 1, 64), (1, 69, 1, 96), (1, 83, 1, 128)]
@@ -242,31 +241,30 @@ def test_any_lengths_with_any_tiles(lengths, causal, window, rows, columns, with
         torch.testing.assert_close(t.double(), getattr(want, name), rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("other_keys,with_values,causal,window", [(False, False, False, None),
-(False, False, True, None), (True, False, True, 9), (True, True, False, None)])  # fmt: skip
-def test_documents_with_constant_norms(other_keys, with_values, causal, window):
-    """Packed, with all gradients; of any norms: test_packed.py."""
-    documents, norm = [0, 1, 7, 33, 0, 20], partial(nn.functional.rms_norm, normalized_shape=(16,))
-    shape = (1, sum(documents), 2, 16)
-    problem = Problem.seeded("normal", shape, with_values=with_values, device=DEVICE, front=norm)
-    if other_keys:
-        problem = replace(problem, keys=features("normal", shape, seed=3))
-    starts = torch.tensor([0, *accumulate(documents)], dtype=torch.int32, device=DEVICE)
-    options = dict(causal=causal, window=window, cu_seqlens=starts)
-    with tiles(16, 16):
-        got = testing.run(partial(ROUTE, constant_norm=True, **options), problem)
+def check_documents(problem, lengths, constant_norm=False, **options):
+    """Packed, with all gradients, as the reference in float64."""
+    options["cu_seqlens"] = boundaries(lengths).to(DEVICE)
+    got = testing.run(partial(ROUTE, constant_norm=constant_norm, **options), problem)
     want = testing.run(partial(gaussian_attention, impl="reference", **options), problem.double())
     for name, t in got.named().items():
         torch.testing.assert_close(t.double(), getattr(want, name), rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("other_keys,with_values,causal,window", [(False, False, False, None),
+(False, False, True, None), (True, False, True, 9), (True, True, False, None)])  # fmt: skip
+def test_documents_with_constant_norms(other_keys, with_values, causal, window):
+    """Of any norms: test_packed.py."""
+    shape, norm = (1, 61, 2, 16), partial(nn.functional.rms_norm, normalized_shape=(16,))
+    problem = Problem.seeded("normal", shape, with_values=with_values, device=DEVICE, front=norm)
+    if other_keys:
+        problem = replace(problem, keys=features("normal", shape, seed=3))
+    with tiles(16, 16):
+        check_documents(problem, [0, 1, 7, 33, 0, 20], constant_norm=True, causal=causal, window=window)
+
+
 def test_the_triangular_schedule_is_not_for_documents(triangular):
-    problem = Problem.seeded("normal", (1, 75, 2, 32), device=DEVICE, eps=EPS)
-    options = dict(cu_seqlens=torch.tensor([0, 30, 75], dtype=torch.int32, device=DEVICE))
     with tiles(32, 16):
-        got = testing.run(partial(ROUTE, **options), problem)
-    want = testing.run(partial(gaussian_attention, impl="reference", **options), problem.double())
-    torch.testing.assert_close(got.dx.double(), want.dx, rtol=1e-4, atol=1e-4)
+        check_documents(Problem.seeded("normal", (1, 75, 2, 32), device=DEVICE), [30, 45])
 
 
 def test_a_clamped_bandwidth_learns_nothing():

@@ -13,22 +13,12 @@ from operator_cases import DEVICE, KERNELS, features
 pytestmark = pytest.mark.filterwarnings("ignore:(divide by zero|invalid value|overflow) encountered:RuntimeWarning")
 
 LOG_SIGMA = make_log_sigma(2, 32, DEVICE)
+DOCUMENTS = torch.tensor([0, 3, 3, 20], dtype=torch.int32, device=DEVICE)
 CALLS = {
     "causal": lambda x: (x, None, None, LOG_SIGMA.clone().requires_grad_(), None, -1, 0, True, 1e-6),
     "lengths": lambda x: (x, None, None, LOG_SIGMA, torch.tensor([13], device=DEVICE), -1, -1, False, 1e-6),
     "window, values": lambda x: (x, None, torch.randn_like(x).requires_grad_(), LOG_SIGMA, None, 5, 0, True, 1e-6),
-    "documents": lambda x: (
-        x,
-        torch.randn_like(x),
-        None,
-        LOG_SIGMA,
-        None,
-        -1,
-        0,
-        True,
-        0.0,
-        torch.tensor([0, 3, 3, 20], dtype=torch.int32, device=DEVICE),
-    ),
+    "documents": lambda x: (x, torch.randn_like(x), None, LOG_SIGMA, None, -1, 0, True, 0.0, DOCUMENTS),
     "foreign": lambda x: (x, torch.randn_like(x).requires_grad_(), None, LOG_SIGMA, None, -1, 0, True, 0.0),
 }
 
@@ -36,9 +26,8 @@ CALLS = {
 @pytest.mark.parametrize("call", CALLS)
 def test_the_operator_is_a_proper_one(call):
     """Schema, fake tensors, autograd registration, dynamic shapes: torch's own check."""
-    torch.library.opcheck(
-        torch.ops.gka.attend.default, CALLS[call](features("normal", (1, 20, 2, 32)).requires_grad_())
-    )
+    x = features("normal", (1, 20, 2, 32)).requires_grad_()
+    torch.library.opcheck(torch.ops.gka.attend.default, CALLS[call](x))
 
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="a GPU is there")

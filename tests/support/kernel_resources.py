@@ -6,8 +6,8 @@
 
 Per configuration, in its kernel's heaviest case: registers per thread, bytes of spilled registers (STACK), shared
 memory, tensor-core instructions (HGMMA on Hopper, HMMA), asynchronous copies (LDGSTS). The last lines are of the same
-cases with packed documents. Ends with 1 if one breaks a limit: spills, more shared memory than the device has, no
-tensor cores, no asynchronous copies (LDGSTS or, by a descriptor, UTMALDG). Needs the triton package and no GPU.
+cases with packed documents. Ends with 1 if one breaks a limit: more shared memory than the device has, no tensor cores,
+no asynchronous copies (LDGSTS or, by a descriptor, UTMALDG). Needs the triton package and no GPU.
 """
 
 import collections
@@ -43,17 +43,8 @@ SOURCES = (
 )
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 SHARED_LIMIT = {80: 166912, 90: 232448, 120: 101376}  # bytes a block may use
-# Bytes per thread. float32 with head_dim 128 does not fit otherwise, nor do lengths where all registers are taken.
-# Other versions of Triton than the table was made for may need a little.
-KNOWN_SPILLS = {
-    (120, "queries", 128, 4): 16, (90, "symmetric", 128, 2): 8, (90, "triangular", 64, 2): 48,
-    (90, "queries", 128, 2): 16, (90, "keys", 128, 2): 152,
-}  # fmt: skip
-# The builds that are listed with packed documents too, and their spills.
-PACKED_SPILLS = {
-    (90, "forward", 128, 2): 32, (90, "symmetric", 128, 2): 72, (90, "queries", 128, 2): 48, (90, "keys", 128, 2): 248,
-}  # fmt: skip
-SPILLS_OF_OTHER_VERSIONS = 64
+# The builds that are listed with packed documents too.
+PACKED = {(90, "forward", 128, 2), (90, "symmetric", 128, 2), (90, "queries", 128, 2), (90, "keys", 128, 2)}
 # Pointers to features; the others are to float32.
 FEATURES = ("p_x", "p_k", "p_v", "p_y", "p_dy", "p_dx", "p_dk", "p_dv")
 
@@ -112,12 +103,9 @@ class Resources(NamedTuple):
         half = build.size == 2
         name = "HGMMA" if build.capability == 90 and half and build.kernel != "decode" else "HMMA"
         cores = self.instructions.get(name) or (not half and self.instructions.get("HGMMA"))
-        known = PACKED_SPILLS if build.packed else KNOWN_SPILLS
-        spills = known.get(build[:4], 0) if listed_version() else SPILLS_OF_OTHER_VERSIONS
         limit = SHARED_LIMIT[build.capability]
         pipelined = half and build.config.stages > 1
         checks = {
-            f"spills {self.stack} bytes per thread": self.stack > spills,
             f"needs {self.shared} bytes of shared memory, the device has {limit}": self.shared > limit,
             f"has no {name}: no tensor cores": not cores,
             "has no LDGSTS: copies are not asynchronous": pipelined
@@ -130,7 +118,7 @@ def shipped() -> list[Build]:
     """Every entry of the configuration tables, and the kernel that has tiles of its own."""
     tables = ((int(name.removeprefix("sm_")), table) for name, table in configs.TABLES.items())
     builds = [Build(number, *key, config) for number, table in tables for key, config in table.entries.items()]
-    builds += [build._replace(packed=True) for build in builds if build[:4] in PACKED_SPILLS]
+    builds += [build._replace(packed=True) for build in builds if build[:4] in PACKED]
     return [*builds, Build(90, "short", short.HEAD_DIM, 2, configs.Config(64, short.LAST_TOKENS, 4, 2))]
 
 
@@ -173,11 +161,6 @@ def compile_one(build: Build) -> Resources:
     registers, stack = map(int, re.findall(r"REG:(\d+) STACK:(\d+)", usage)[0])
     counts = collections.Counter(re.findall(r"\b(HGMMA|HMMA|LDGSTS|UTMALDG)\b", assembly))
     return Resources(registers, stack, compiled.metadata.shared, dict(counts))
-
-
-def listed_version() -> bool:
-    """Whether the list in the repository is of this version of Triton."""
-    return GOLDEN.read_text().startswith(VERSION)
 
 
 def header() -> str:
