@@ -46,6 +46,8 @@ class DrawConfig:
     """Tokens of the text that are drawn as rows and matrices; all other numbers are of the whole text. -1 = all."""
     family: tuple[Literal[tuple(FAMILIES)], ...] = ()
     """Which figures to draw. Without any: all."""
+    talk: bool = False
+    """Leave the caption of the rows out, for a slide."""
     out: Path = Path("out/figures")
     """The folder of the figures; every model has its own in it."""
     demo: Path = Path("out/demo")
@@ -101,7 +103,7 @@ def main(config: DrawConfig) -> None:
     chosen = {"queries": find_queries(config, subjects[0].words), "layers": [layer - 1 for layer in config.layer]}
     draws = {
         **FAMILIES,
-        "rows": functools.partial(draw_rows, **chosen, tokens=config.tokens),
+        "rows": functools.partial(draw_rows, **chosen, tokens=config.tokens, talk=config.talk),
         "matrices": functools.partial(draw_matrices, tokens=config.tokens),
     }
     wanted = {family: draws[family] for family in config.family or FAMILIES}

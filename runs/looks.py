@@ -5,7 +5,6 @@ Heads and layers have another palette, `trainkit_gka.plots.shades`.
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +14,8 @@ from gka.kinds import KINDS
 from trainkit_gka.plots import BLUE, ORANGE, PURPLE, SKY, subplots
 
 WIDTH = 8.5  # inches: a page shows them at nearly their own size
-DPI = 120
-LARGE = 13  # points
+DPI = 240  # sharp when a page's picture is enlarged
+LARGE, HEADING = 13, 15  # points, of a slide
 
 
 @dataclass(frozen=True)
@@ -63,29 +62,24 @@ def legend(figure, axes: Iterable[Any], columns: int) -> None:
 
 
 def slide(headings: Sequence[str]) -> tuple[Any, Any, Any]:
-    """A figure of 16:9 in large letters, for a page and for a talk, and its two axes, whose rows are the same.
-
-    The first is for points, the second for words: a column at 0, 1, ... under each heading.
+    """A figure of 16:9 with large letters, for a page and a talk, an axis for points, and one for words beside them: a
+    column at 0, 1, ... under each heading.
     """
     figure, (points, words) = panels(1, 2, WIDTH * 9 / 16, sharey=True, width_ratios=(6, len(headings)))
-    for axis in (points, words):
-        axis.tick_params(labelsize=LARGE, left=False, top=False)
-        axis.grid(visible=False, axis="y")
+    points.grid(visible=False, axis="y")
     points.xaxis.label.set_size(LARGE)
+    words.grid(visible=False)
+    words.spines[:].set_visible(False)
     words.xaxis.tick_top()
     words.set_xticks(range(len(headings)), headings)
     words.set_xlim(-0.5, len(headings) - 0.5)
-    words.grid(visible=False)
-    words.spines[:].set_visible(False)
-    words.tick_params(top=False)
+    for axis in (points, words):
+        axis.tick_params(labelsize=LARGE, left=False, top=False)
     return figure, points, words
 
 
-def save(figure, title: str, path: Path, size: int = 11, dpi: int = DPI) -> Path:
+def save(figure, title: str, path: Path, size: int = 11) -> Path:
     """Write the figure under its title, of `size` points. Returns the path."""
     figure.suptitle(title, fontsize=size)
-    figure.savefig(path, dpi=dpi)
+    figure.savefig(path, dpi=DPI)
     return path
-
-
-save_slide = partial(save, size=15, dpi=2 * DPI)

@@ -73,7 +73,7 @@ def _draw_operator(subject: ImageSubject, path: Path) -> Figure:
         "operator sums features; the sum of the patches' pixels is shown because it can be seen.",
     )
     title, table = "Gaussian kernel attention on a few tokens", []
-    save, axes = sheet(3, 5, (1.9, 1.9), title, text, (0.3, 0.25, 0.95, 0.45), (0.62, 0.5))
+    save, axes = sheet(3, 5, (1.25, 1.25), title, text, (0.15, 0.2, 0.75, 0.35), (0.45, 0.4))
     _draw_patches(axes[:, 0], subject, places, pieces)
     for row, factor in zip(axes, FACTORS):
         affinities, weights = few_weights(features[chosen], factor * sigma)
@@ -84,15 +84,15 @@ def _draw_operator(subject: ImageSubject, path: Path) -> Figure:
             _draw_matrix(axis, matrix)
         row[1].set_ylabel(f"σ = {factor * sigma:.2f}", fontsize=9, fontweight="bold")
         bars = row[3].bar(range(len(chosen)), weights[0], color="#4878a8")
-        row[3].bar_label(bars, fmt="%.2f", fontsize=7, padding=1)
+        row[3].bar_label(bars, [in_cell(weight) for weight in weights[0].tolist()], fontsize=7, padding=1)
         row[3].set(ylim=(0, 1.12), yticks=[0, 0.5, 1])
         row[3].tick_params(labelsize=7)
         row[3].set_xticks(range(len(chosen)), labels=places, fontsize=8)
         row[4].imshow(np.einsum("t,thwc->hwc", weights[0].numpy(), pieces), interpolation="none")
         bare(row[4])
-    titles = ("tokens", "1. affinities K", "2. rows ÷ their sum: W", "3. row i of W", "4. output of i: Σ_j W_ij x_j")
+    titles = ("tokens", "1. affinities K", "2. rows ÷ their sum: W", "3. row i of W", "4. output: Σ_j W_ij x_j")
     for axis, words in zip(axes[0], titles):
-        axis.set_title(words, fontsize=9)
+        axis.set_title(words, fontsize=8)
     return save(path, table)
 
 
@@ -115,12 +115,16 @@ def _draw_patches(axes, subject: ImageSubject, places: dict[str, tuple], pieces:
             axis.text(number * (width + gap) + width / 2 - 0.5, -0.8, name, ha="center", va="bottom", fontsize=9)
 
 
+def in_cell(value: float) -> str:
+    return f"{value:.2f}".removeprefix("0")[:3]
+
+
 def _draw_matrix(axis, matrix: torch.Tensor) -> None:
     """A small matrix with its values; row i, the first, is framed."""
     axis.imshow(coloured(matrix, linear(torch.tensor([0.0, 1.0]))), interpolation="none")
     for (row, column), value in np.ndenumerate(matrix.numpy()):
         colour = "black" if value > 0.6 else "white"
-        axis.text(column, row, f"{value:.2f}".removeprefix("0"), ha="center", va="center", fontsize=6.5, color=colour)
+        axis.text(column, row, in_cell(value), ha="center", va="center", fontsize=7, color=colour)
     for set_ticks in (axis.set_xticks, axis.set_yticks):
         set_ticks(range(len(matrix)), labels=NAMES[: len(matrix)], fontsize=8)
     frame(axis, (0, 0), (1, len(matrix)))

@@ -29,11 +29,12 @@ def draw_rows(
     queries: Sequence[int] = (),
     layers: Sequence[int] = (),
     tokens: int = TOKENS,
+    talk: bool = False,
 ) -> list[Figure]:
-    """Draw rows of W as the text: a block for every query, models side by side.
+    """Draw rows of W as the text: a block for every query, models side by side; of one query, one below another.
 
     queries: tokens from 0; without any three are chosen. layers: from 0; without any all, or as many as fit. tokens:
-    how many of the text are drawn, -1 = all.
+    how many of the text are drawn, -1 = all. talk: without the caption, for a slide.
     """
     first = subjects[0]
     words = first.words if tokens < 0 else first.words[:tokens]
@@ -54,17 +55,21 @@ def draw_rows(
     # Half a line follows every layer.
     height = max(len(having) * (lines * subject.num_heads + 0.5) for subject, having in layers_of.items())
     cell = (max(width * CHARACTER, 2.0), height * LINE)
-    title = "What a token looks at"
-    save, axes = sheet(len(queries), len(subjects), cell, title, text, (1.1, 0.95, 0.85, 0.1), (1.75, 0.3))
+    title = "What the heads read"
+    grid, gap = (len(queries), len(subjects)), 0.3
+    if len(queries) == 1:
+        grid, gap = (len(subjects), 1), 0.55  # the name of a model is in the gap
+    save, axes = sheet(*grid, cell, title, "" if talk else text, (1.1, 0.95, 0.85, 0.1), (1.75, gap))
+    axes = axes.reshape(len(queries), len(subjects))
     bare(axes)
     norm, table = PowerNorm(0.5, 0, 1, clip=True), []
     for row, query in zip(axes, queries):
         for axis, (subject, having) in zip(row, layers_of.items()):
             axis.set(xlim=(0, cell[0] / CHARACTER), ylim=(height, 0))
             axis.set_title(f'row of "{words[query].strip()}"', fontsize=8, loc="left", pad=3, parse_math=False)
-            axis.set_title("eff.", fontsize=7, x=1.0 + 0.35 / cell[0], pad=3)
+            axis.set_title("effective\ntokens", fontsize=7, x=1.0 + 0.35 / cell[0], pad=3)
             table += _draw_block(axis, subject, having, words, places, query, norm)
-    for axis, subject in zip(axes[0], subjects):
+    for axis, subject in zip(axes[0], subjects if len(subjects) > 1 else ()):  # one model is named in the caption
         name_above(axis, subject.model)
     bar = scale(norm, axes[0, -1], (1 + 0.55 / cell[0], 0.1, 0.1 / cell[0], 0.8), cmap=CMAP)
     bar.set_ticks([0, 0.05, 0.2, 0.5, 1])

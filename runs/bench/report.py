@@ -19,7 +19,7 @@ import pandas as pd
 from gka.kinds import KINDS
 from runs import frames, pages
 from runs.bench.program import BenchConfig, slug
-from runs.looks import LARGE, LOOKS, save_slide, slide
+from runs.looks import HEADING, LARGE, LOOKS, save, slide
 from runs.table import Row, Table, measured
 from trainkit_gka.cli import UserError, run
 from trainkit_gka.distributed import setup
@@ -368,7 +368,7 @@ def draw_speedups(frame: pd.DataFrame, path: Path) -> Path:
     axis.set_xticks([], minor=True)
     axis.set_yticks(range(len(rows)), rows)
     axis.set_xlabel(f"time of {SOFTMAX} / time of {GKA}: left of 1× {SOFTMAX} is faster")
-    return save_slide(figure, TITLE, path)
+    return save(figure, TITLE, path, HEADING)
 
 
 # One machine in the terminal

@@ -26,7 +26,7 @@ from scipy import stats
 
 from runs import pages
 from runs.frames import RESULTS, frame, records
-from runs.looks import LARGE, Look, legend, panels, save, save_slide, slide
+from runs.looks import HEADING, LARGE, Look, legend, panels, save, slide
 from runs.study.train import (
     BUDGETS,
     CONTROL,
@@ -364,8 +364,7 @@ def images_of(folder: Path) -> dict[str, tuple[dict[str, Any], dict[str, pd.Data
         if rows := chosen_rows(path, "ema_top1", "sigma"):
             cells = cells_of(rows, (), ("flops", "images_per_second", "ema_top1")).groupby("form", sort=False)
             by_form = {form: cell.set_index("seed").sort_index() for form, cell in cells}
-            known = [form for form in IMAGE_FORMS if form in by_form]
-            by_form = {form: by_form[form] for form in dict.fromkeys([*known, *by_form])}
+            by_form = {form: by_form[form] for form in (*IMAGE_FORMS, *by_form) if form in by_form}
             sets[path.stem.removeprefix("vision_")] = rows[0]["data"], by_form
     return sets
 
@@ -503,10 +502,9 @@ def draw_budgets(study: Study, name: str, path: Path) -> None:
     for axis, depth in zip(axes, depths, strict=True):
         for number, form in enumerate(form for form in LOOKS if form != CONTROL):
             ends = {tokens: study.interval(form, CONTROL, (depth, tokens)) for tokens in BUDGETS[depth]}
-            ends = {tokens * 2 ** (0.06 * (number - 3)): one for tokens, one in ends.items() if one}
-            known = ends.values()
-            axis.plot(ends.keys(), [one.value for one in known], **style(form))
-            axis.vlines(ends.keys(), [one.low for one in known], [one.high for one in known], color=LOOKS[form].colour)
+            beside = {tokens * 2 ** (0.06 * (number - 3)): one for tokens, one in ends.items() if one}
+            values, highs = ([getattr(one, name) for one in beside.values()] for name in ("value", "high"))
+            axis.errorbar(list(beside), values, np.subtract(highs, values), **style(form))
         axis.axhline(0, color="grey", linewidth=0.8)
         axis.set_xscale("log", base=2)
         axis.set(xlim=(2**18.5, 2**22.5), xlabel="training tokens")
@@ -541,9 +539,8 @@ def draw_quality(study: Study, name: str, path: Path) -> None:
         axis.errorbar(one.value, row, xerr=bars, **style(form, markersize=size, elinewidth=2.5))
         beside = dict(xytext=(9, 0), textcoords="offset points", fontsize=LARGE - 2, va="center")
         axis.annotate(f"{one.value:+.3f}".replace("-", "−"), (np.nanmax([one.value, one.high]), row), **beside)
-        sizes = [study.at(one, place).parameters.iloc[0] for one in (form, CONTROL)]
-        times = [study.cost(one, place, TIME) for one in (form, CONTROL)]
-        for column, (ours, control) in enumerate((sizes, times)):
+        costs = [(study.at(one, place).parameters.iloc[0], study.cost(one, place, TIME)) for one in (form, CONTROL)]
+        for column, (ours, control) in enumerate(zip(*costs, strict=True)):
             share = "" if math.isnan(ours / control) else f"{ours / control:.2f}×"
             words.text(column, row, share, fontsize=LARGE, va="center", ha="center")
     axis.axvline(0, color="grey", linewidth=1)
@@ -553,7 +550,7 @@ def draw_quality(study: Study, name: str, path: Path) -> None:
     axis.set_yticks(range(len(forms)), [NAMES.get(form, form) for form in forms])
     axis.set_xlabel(f"bits per byte of {name}; bars hold 95 %")
     title = f"Loss minus that of {CONTROL}: {place[0]} layers, {place[1] / 1e6:.1f} million tokens"
-    console.print(f"drew {save_slide(figure, title, path)}", highlight=False, markup=False)
+    console.print(f"drew {save(figure, title, path, HEADING)}", highlight=False, markup=False)
 
 
 def draw_longer(study: Study, name: str, path: Path) -> None:
