@@ -1,8 +1,9 @@
 """What a GPU has to tell, in order of worth, within the minutes that there are.
 
-    python -m runs.gpu --minutes 10                 on a machine with a GPU
-    python -m runs.gpu --dry-run                    the steps, their seconds, and what is done already
-    python -m runs.gpu --device-type cpu --quick    all of it in miniature
+    python -m runs.gpu --minutes 10                             on a machine with a GPU
+    python -m runs.gpu --dry-run                                the steps, their seconds, and what is done already
+    python -m runs.gpu --pack out/carried --data out/packed/X   a folder to carry to a machine without a network
+    python -m runs.gpu --device-type cpu --quick                all of it in miniature
 
 A step is a command, or several at once, with an estimate of its seconds. None starts that does not fit into what is
 left, and one that outlives it is stopped: trainings save and continue in the next call, everything else begins anew.
@@ -10,7 +11,7 @@ BASE/gpu/steps.jsonl records each step as it ends, with what it measured; the ne
 takes measured seconds for estimates. A step that fails costs one line, and the call ends with code 1; its output is in
 BASE/gpu. The benchmarks and trainings append to --results as they always do.
 
-The standard library alone: a step for which a package is missing is one line, and the others run.
+The standard library alone: the packages that the commands need may first have to be installed from the carried folder.
 """
 
 import argparse
@@ -26,12 +27,13 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
+from runs.gpu import carry
+from runs.gpu.carry import Problem
 from runs.gpu.steps import NEEDS, ROWS, TIMED, Step, all_steps, miniature, places_of
 from trainkit_gka import gpus, signals
 
-ROOT = Path(__file__).resolve().parents[2]
 FINISHED, FAILED, STOPPED = "finished", "failed", "stopped"
 ENDING = 5.0  # seconds kept for the last table
 GRACE = {True: 20.0, False: 3.0}  # from SIGTERM to SIGKILL: of commands that save, and of others
@@ -61,15 +63,10 @@ def estimate(step: Step, past: list[Record]) -> float:
 def obstacle(step: Step, rows: Path | None) -> str:
     """Which packages are missing, or the rows; empty if nothing is."""
     needs = NEEDS.get(step.commands[0][0], TIMED)
-    if missing := [name for name in needs if name != ROWS and importlib.util.find_spec(name) is None]:
-        return f"there is no package {', '.join(missing)}"
-    return "there are no packed rows (--data)" if ROWS in needs and not row_length(rows) else ""
-
-
-def row_length(rows: Path | None) -> int:
-    """Tokens of a packed row; 0 if there are none."""
-    manifest = None if rows is None else rows / "manifest.json"
-    return json.loads(manifest.read_text(encoding="utf-8"))["sequence_len"] if manifest and manifest.is_file() else 0
+    missing = [name for name in needs if name != ROWS and importlib.util.find_spec(name) is None]
+    if missing:
+        return f"there is no package {', '.join(missing)} (--pack makes a folder of such)"
+    return "there are no packed rows (--data, or --pack with it)" if ROWS in needs and rows is None else ""
 
 
 # Running a step
@@ -85,7 +82,7 @@ def run_step(step: Step, flags: list[list[str]], outputs: list[Path], variables:
             for command, more, output in zip(step.commands, flags, outputs, strict=True):
                 with open(output, "w", encoding="utf-8") as file:
                     words = [sys.executable, "-m", *command, *more]
-                    options = {"cwd": ROOT, "env": variables, "start_new_session": True}
+                    options = {"cwd": carry.ROOT, "env": variables, "start_new_session": True}
                     running.append(subprocess.Popen(words, stdout=file, stderr=subprocess.STDOUT, **options))
             while any(process.poll() is None for process in running) and not stopped:
                 time.sleep(0.05)
@@ -165,10 +162,14 @@ def parse(words: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="a miniature for a CPU, to try the program out")
     parser.add_argument("--base", type=Path, default=Path("out"), help="outputs go to BASE/gpu")
     parser.add_argument("--results", type=Path, help="folder of the JSON lines (runs/results; a miniature's BASE/gpu)")
-    parser.add_argument("--data", type=Path, help="packed rows, for the trainings")
+    parser.add_argument("--data", type=Path, help="packed rows; else those of the carried folder")
+    parser.add_argument("--carried", type=Path, help="the folder that --pack made; else BASE/carried")
+    parser.add_argument("--pack", type=Path, metavar="FOLDER", help="make a folder to carry, of 60 MiB at most")
+    parser.add_argument("--python", default="3.12", help="with --pack: the other machine's Python")
     options = parser.parse_args(words)
+    options.carried = options.carried or options.base / "carried"
     options.results = options.results or (options.base / "gpu" if options.quick else Path("runs/results"))
-    for name in ("base", "results", "data"):
+    for name in ("base", "results", "data", "carried", "pack"):
         if path := getattr(options, name):
             setattr(options, name, Path(os.path.expanduser(path)).resolve())
     return options
@@ -176,15 +177,17 @@ def parse(words: list[str] | None) -> argparse.Namespace:
 
 def main(words: list[str] | None = None) -> None:
     options, began = parse(words), time.monotonic()
+    if options.pack:
+        return carry.pack(options.pack, options.data, options.python)
     if (options.device_type == "cpu") != options.quick:
-        refuse("--device-type cpu and --quick need each other: a miniature runs on a CPU, all of it on a GPU")
+        raise Problem("--device-type cpu and --quick need each other: a miniature runs on a CPU, all of it on a GPU")
     if options.device_type == "cuda" and not options.dry_run and gpus.count() == 0:
-        refuse("no GPU is visible; --dry-run lists the steps, --device-type cpu --quick tries them in miniature")
+        raise Problem("no GPU is visible; --dry-run lists the steps, --device-type cpu --quick tries them in miniature")
     call = Call(options, began)
-    steps = miniature(row_length(options.data) or 1) if options.quick else all_steps()
+    steps = miniature(call.row_length()) if options.quick else all_steps()
     names = [step.name for step in steps]
     if unknown := [name for name in options.only if name not in names]:
-        refuse(f"--only {unknown[0]}: no such step; there are {', '.join(names)}")
+        raise Problem(f"--only {unknown[0]}: no such step; there are {', '.join(names)}")
     chosen = [step for step in steps if not options.only or step.name in options.only]
     if options.dry_run:
         call.describe(chosen)
@@ -192,25 +195,30 @@ def main(words: list[str] | None = None) -> None:
         sys.exit(1)
 
 
-def refuse(reason: str) -> NoReturn:
-    """End with a line and exit code 2."""
-    print(f"error: {reason}", file=sys.stderr)
-    sys.exit(2)
-
-
 class Call:
-    """One call of the command: the steps that fit, one after the other."""
+    """One call of the command: first come the packages and rows, then the steps that fit, one after the other."""
 
     def __init__(self, options: argparse.Namespace, began: float):
-        self.options, self.folder, self.rows = options, options.base / "gpu", options.data
+        self.options, self.folder = options, options.base / "gpu"
         self.end = began + 60 * options.minutes - ENDING
-        self.log = self.folder / "steps.jsonl"
+        self.log, site = self.folder / "steps.jsonl", self.folder / "site"
         self.records = list(read_lines(self.log))
-        paths = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-        self.variables = {**os.environ, "PYTHONPATH": paths, "PYTHONUNBUFFERED": "1"}
+        sys.path.insert(1, str(site))
+        self.rows = options.data
+        if not options.dry_run:
+            carry.install(options.carried, site)
+            self.rows = options.data or carry.unpack(options.carried, self.folder / "rows")
+        if self.rows and not (self.rows / carry.MANIFEST).is_file():
+            raise Problem(f"--data {self.rows}: there are no packed rows (no {carry.MANIFEST})")
+        paths = [str(carry.ROOT), str(site), *filter(None, [os.environ.get("PYTHONPATH")])]
+        self.variables = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "PYTHONUNBUFFERED": "1"}
         self.variables |= {"WANDB_MODE": "disabled", "HF_HUB_OFFLINE": "1"}
         if not options.quick:
             self.variables["GKA_CPU_KERNEL"] = "0"  # compiling it would take seconds
+
+    def row_length(self) -> int:
+        """Tokens of a packed row; 1 if there are none."""
+        return json.loads((self.rows / carry.MANIFEST).read_text(encoding="utf-8"))["sequence_len"] if self.rows else 1
 
     def past(self, step: Step) -> list[Record]:
         """How earlier calls ended this step."""
@@ -274,4 +282,8 @@ class Call:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except Problem as problem:
+        print(f"error: {problem}", file=sys.stderr)
+        sys.exit(2)

@@ -1,4 +1,4 @@
-"""Ten minutes of a GPU: which steps run, resume and are stopped, and what they teach."""
+"""Ten minutes of a GPU: which steps run, resume and are stopped, what they teach, and the folder that is carried."""
 
 import contextlib
 import os
@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 import time
+import zipfile
 
 import pytest
 
@@ -13,6 +14,8 @@ from nanochat_gka.train import TrainConfig
 from processes import still_there
 from runs.bench import attention, deit, gpt, parts
 from runs.gpu import __main__ as program
+from runs.gpu import carry
+from runs.gpu.carry import Problem
 from runs.gpu.steps import Step, all_steps
 from sources import ROOT
 from trainkit_gka import cli
@@ -29,13 +32,15 @@ if kind == "saves" and not place.exists():
 time.sleep(600 * (kind == "deaf"))
 sys.exit("the last line" if kind == "fails" else 0)
 """
+WHEEL = {"METADATA": "Metadata-Version: 2.1\nName: carried-thing\nVersion: 1.0\n", "RECORD": ""}
+WHEEL["WHEEL"] = "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
 
 
 @pytest.fixture
-def call(tmp_path, capsys, monkeypatch):
+def call(tmp_path, capsys):
     """Runs steps of the command WORK for `left` seconds; returns (output, seconds)."""
-    (tmp_path / "work.py").write_text(WORK)
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    (tmp_path / "gpu/site").mkdir(parents=True)
+    (tmp_path / "gpu/site/work.py").write_text(WORK)
 
     def run(*steps, left=60.0):
         places = ["--base", str(tmp_path), "--results", str(tmp_path / "results")]
@@ -113,6 +118,27 @@ def test_every_command_of_a_gpu_is_understood():
             assert all((ROOT / word).is_file() for word in words if word.startswith("tests/"))
         else:
             cli.parse(TrainConfig, words).check()
+
+
+def test_the_carried_folder_brings_packages_and_the_same_rows(packed, tmp_path, monkeypatch):
+    def fetch(folder, python):
+        folder.mkdir(parents=True)
+        with zipfile.ZipFile(folder / "carried_thing-1.0-py3-none-any.whl", "w") as wheel:
+            for name, text in WHEEL.items():
+                wheel.writestr(f"carried_thing-1.0.dist-info/{name}", text)
+
+    monkeypatch.setattr(carry, "fetch", fetch)
+    rows = packed / "packed"
+    carry.pack(tmp_path / "carried", rows, "3.12")
+    unpacked = carry.unpack(tmp_path / "carried", tmp_path / "rows")
+    before, after = ({path.name: path.read_bytes() for path in folder.iterdir()} for folder in (rows, unpacked))
+    assert before == after
+    carry.install(tmp_path / "carried", tmp_path / "site")
+    assert list((tmp_path / "site").glob("carried_thing*"))
+    monkeypatch.setattr(carry, "MOST_CARRIED", 0)
+    with pytest.raises(Problem, match=r"rows\.tar\.xz"):
+        carry.pack(tmp_path / "large", rows, "3.12")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["carried", "rows", "site"]
 
 
 @pytest.mark.parametrize("only", [["--only", "operator-preset", "gpt-parts"], pytest.param([], marks=pytest.mark.slow)])
