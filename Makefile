@@ -170,17 +170,17 @@ pretrain-d20: check $(ENV) $(ROWS)  ## the paper's GKA run: depth 20, 2.8e9 toke
 pretrain-d20-base: check $(ENV) $(ROWS)  ## the paper's softmax baseline: depth 20, 4.6e9 tokens
 	$(TRAIN_GPT) --attention softmax --target-param-data-ratio 10.5 $(FLAGS)
 
-# The recommended form at the paper's FLOPs. It is not the paper's: it has head offsets, values that are not rotated, a
+# The preset at the paper's FLOPs. It is not the paper's form: it has head offsets, values that are not rotated, a
 # bandwidth for every channel, a gate for every head, and value embeddings in half of the layers, as softmax has them.
 # These are half of its parameters and cost no FLOPs; --value-embeds none leaves 379,079,920 and loses some quality.
 # Trains:    798,513,520 parameters on 2,780,823,552 tokens of FineWeb-Edu, 6.719e18 FLOPs
 # Hours:     3.2 on 7 RTX 5090, an estimate as above
 # Expected:  fewer bits per byte than the paper's form, by runs/study/README.md; not run here yet
 # Then:      make eval-bpb eval-core RUN=out/runs/d20-preset
-pretrain-d20-best: check $(ENV) $(ROWS)  ## the recommended form of GKA at the same FLOPs
+pretrain-d20-best: check $(ENV) $(ROWS)  ## the preset of GKA at the same FLOPs
 	$(TRAIN_GPT) --target-param-data-ratio 8.25 $(PRESET) $(FLAGS)
 
-# The recommended form with four layers, as the study trains it. The rates are nanochat's own at 2,048 tokens a step,
+# The preset with four layers, as the study trains it. The rates are nanochat's own at 2,048 tokens a step,
 # where its rule for other batches would divide them by 16.
 # Trains:    6,559,000 parameters on 1,048,576 tokens, in rows of 512 tokens of a vocabulary of 4,096
 # Minutes:   3 on two cores of a server, in float32
@@ -228,7 +228,7 @@ train-deit-ti:  ## GKA on DATA (-s, -b: larger; -ti-base: softmax; -ti-vlt: VLT)
 $(addprefix train-deit-,ti s b ti-base s-base b-base ti-vlt s-vlt b-vlt): check $(ENV)
 	$(TRAIN_VIT) --model $(or $(MODEL),deit_$(VIT_SIZE)$(VIT_KIND)_patch16_224) $(FLAGS)
 
-# The study's recipe for CIFAR-10, with spatial offsets: the recommended form on images, with the four heads that it
+# The study's recipe for CIFAR-10, with spatial offsets: the preset for images, with the four heads that it
 # needs. The input size is that of the images, and a patch an eighth of it.
 # Trains:    515,650 parameters on CIFAR-10: 8 epochs, 3,120 updates
 # Minutes:   2 an epoch on one core of a server, with ARGS="--amp bfloat16" (the study's 360 to 580 images/s)
