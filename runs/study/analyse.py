@@ -45,6 +45,7 @@ from trainkit_gka.progress import console, read_lines
 
 PAGES = ("README.md", "docs/results.md", "runs/study/README.md", "runs/study/TABLES.md")
 TOKENS, FLOPS, TIME = AXES = ("equal tokens", "equal FLOPs", "equal time")
+ALIKE = 1.1  # costs up to this ratio count as equal, so that additions may cost a little more
 LEAST_FREEDOM = 4  # of an interval: five seeds, or three seeds at two places
 Place = tuple[int, int]  # layers, training tokens
 Speeds = dict[int, dict[str, float]]  # layers -> form -> tokens/s of a training step
@@ -173,8 +174,10 @@ class Study:
 
     @property
     def longest(self) -> Place:
-        """The longest training of four layers in which the preset can be compared with CONTROL."""
-        places = [place for place in self.places if self.has(CONTROL, place) and self.has(PRESET, place)]
+        """The longest training of four layers in which the preset and CONTROL have several seeds."""
+        cells = ((place, self.cells.get((form, *place), ())) for place in self.places for form in (CONTROL, PRESET))
+        lacking = {place for place, rows in cells if len(rows) < 2}
+        places = [place for place in self.places if place not in lacking]
         return max((place for place in places if place[0] == LONGEST[0]), default=LONGEST)
 
     def at(self, form: str, place: Place) -> pd.DataFrame:
@@ -194,24 +197,26 @@ class Study:
     def difference(self, form: str, baseline: str, place: Place, axis: str = TOKENS) -> pd.Series:
         """The form's loss minus the baseline's, for each seed of both.
 
-        At equal FLOPs or time the baseline's loss is the best that it reaches, at any depth, for as much or less; none
-        if all of its trainings cost more. Between budgets it is on the parabola through them.
+        At equal FLOPs or time the baseline's loss is the best that it reaches, at any depth, for as much or less.
+        Between budgets it is on the parabola through them. None if the baseline's budgets enclose the cost at no depth:
+        only much cheaper trainings would be left for it.
         """
         ours = self.at(form, place).loss
         if axis == TOKENS:
             return (ours - self.at(baseline, place).loss).dropna()
-        size, best = self.cost(form, place, axis), pd.Series(dtype=float)
+        size, best, encloses = self.cost(form, place, axis), pd.Series(dtype=float), False
         for depth in {place[0]: None for place in self.places}:
             curve = [one for one in self.places if one[0] == depth and self.has(baseline, one)]
             sizes = [self.cost(baseline, one, axis) for one in curve]
             if not sizes or not min(sizes) <= size:
                 continue
+            encloses = encloses or size <= ALIKE * max(sizes)
             losses = pd.concat([self.at(baseline, one).loss for one in curve], axis=1).dropna()
             at_size = [read_curve(sizes, row, min(size, max(sizes))) for row in losses.to_numpy()]
             there = (ours - pd.Series(at_size, losses.index, dtype=float)).dropna()
             if len(there) and (best.empty or there.mean() > best.mean()):
                 best = there
-        return best
+        return best if encloses else pd.Series(dtype=float)
 
     def _intervals(self, form: str, baseline: str, axis: str) -> dict[Place, Interval]:
         places = [place for place in self.places if self.has(form, place) and self.has(baseline, place)]
@@ -586,12 +591,13 @@ def draw_images(folder: Path, path: Path) -> None:
 
 
 def draw(folder: Path, pictures: Path) -> None:
-    """All pictures that there are rows for, of texts with several sizes or budgets."""
+    """All pictures that there are rows for; of texts with few sizes and budgets, only how the forms compare."""
     pictures.mkdir(parents=True, exist_ok=True)
-    for path, study in ((path, study) for path, study in texts(folder).items() if len(study.places) > 1):
-        if any(form == CONTROL for form, _, _ in study.cells):
+    for path, study in texts(folder).items():
+        has_many = len(study.places) > 3
+        if has_many and any(form == CONTROL for form, _, _ in study.cells):
             draw_budgets(study, path.stem, pictures / f"study-budgets-{path.stem}.png")
-        if study.speeds:
+        if has_many and study.speeds:
             draw_time(study, path.stem, pictures / f"study-time-{path.stem}.png")
         if study.has(PRESET, study.longest):
             draw_quality(study, path.stem, pictures / f"quality-{path.stem}.png")

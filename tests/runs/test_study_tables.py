@@ -46,6 +46,8 @@ def test_at_equal_flops_the_baselines_best_is_read_from_a_parabola():
     assert list(study.difference("GKA", CONTROL, (2, 2**21), FLOPS)) == pytest.approx([1.0, 1.0])
     dearer = Study([*curve, *ours, *better], {}).difference("GKA", CONTROL, (2, 2**21), FLOPS)
     assert list(dearer) == pytest.approx(list(read))
+    far = [row("GKA", (2, 2**21), seed, 2.0, 100.0) for seed in (0, 1)]
+    assert Study([*curve, *far], {}).difference("GKA", CONTROL, (2, 2**21), FLOPS).empty
     assert study.cost("GKA", (2, 2**21), TIME) == 2**21 and math.isnan(study.cost("softmax", (2, 2**21), TIME))
 
 
@@ -88,7 +90,7 @@ def test_counts_are_of_places_with_several_seeds():
 
 
 def test_pictures_are_drawn_of_what_there_is(tmp_path):
-    forms, places = (CONTROL, PRESET, "GKA"), [(4, 2**21), (4, 2**22)]
+    forms, places = (CONTROL, PRESET, "GKA"), [(2, 2**21), *((4, 2**power) for power in (20, 21, 22))]
     rows = [row(form, place, seed, 1.5) for form in forms for place in places for seed in (0, 1)]
     write_lines(tmp_path / "rows/text.jsonl", *rows)
     analyse.draw(tmp_path / "rows", tmp_path / "pictures")
