@@ -66,11 +66,11 @@ def decode_attention(
     if channel_scales is not None and rotary is None:
         raise ValueError("channel_scales are of keys that are derived by rotary, which is missing")
     check_features("values", values)
-    given: dict[str, Any] = dict(
+    of_decoding: dict[str, Any] = dict(
         rotary=rotary, channel_scales=channel_scales, cache_lengths=lengths, key_delays=key_delays or None,
         value_delays=value_delays or None,
     )  # fmt: skip
-    options = {name: option for name, option in given.items() if option is not None}
+    options = {name: option for name, option in of_decoding.items() if option is not None}
     pair, name_of_keys = ((values, None), "values") if keys is None else ((keys, values), "keys")
     request = gaussian_request(
         x, log_sigma, *pair, causal=True, window=window, constant_norm=constant_norm, eps=0.0,

@@ -65,9 +65,9 @@ def check_padding_and_mask(
     """
     batch, num_queries, num_heads, _ = x.shape
     if cu_seqlens is not None:
-        others = dict(lengths=lengths, key_padding_mask=key_padding_mask, attn_mask=attn_mask)
-        if given := [name for name, t in others.items() if t is not None]:
-            raise ValueError(f"cu_seqlens and {given[0]} do not go together: give one of them")
+        for name, tensor in dict(lengths=lengths, key_padding_mask=key_padding_mask, attn_mask=attn_mask).items():
+            if tensor is not None:
+                raise ValueError(f"cu_seqlens and {name} do not go together: give one of them")
         check_cu_seqlens(cu_seqlens, x, num_keys)
     if lengths is not None and key_padding_mask is not None:
         raise ValueError("lengths and key_padding_mask both say which keys are padding: give one of them")

@@ -148,7 +148,7 @@ def locked(folder: Path, doing: str):
     """Lock the folder for this process. Raises UserError if another process has it locked.
 
     The lock ends with the process, however that ends. On a disk without locks a file, which is printed, names the
-    process instead; after a kill the user deletes it. doing: for the message, such as "training in".
+    process instead. doing: for the message, such as "training in".
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -161,17 +161,41 @@ def locked(folder: Path, doing: str):
         except OSError as error:
             if error.errno not in NO_LOCKS:
                 raise OSError(error.errno, error.strerror, lock.name) from None
-            holder = folder / ".lock-holder"
+            holder = folder / ".lock-holder.json"
             print(f"warning: no file locks in {folder} ({error.strerror}); {holder} takes their place", file=sys.stderr)
-        try:
-            if holder:
-                with open(holder, "x", encoding="utf-8") as file:
-                    file.write(f"process {os.getpid()} on {socket.gethostname()}")
-        except FileExistsError:
-            named = holder.read_text(encoding="utf-8", errors="replace")
-            raise UserError(f"{problem}: {named}; wait for it, or delete {holder} if it has ended") from None
+        if holder:
+            _hold(holder, problem)
         try:
             yield
         finally:
             if holder:
                 holder.unlink(missing_ok=True)
+
+
+def _hold(holder: Path, problem: str) -> None:
+    """Write this machine and process into the new file `holder`, or over those of a process here that has ended.
+
+    Raises UserError, which begins with `problem`, for a process that runs or is on another machine.
+    """
+    import psutil
+
+    def began(process: int) -> int:
+        """When a process of this machine began, in seconds; 0 if there is none."""
+        try:
+            return round(psutil.Process(process).create_time())
+        except psutil.NoSuchProcess:
+            return 0
+
+    here = {"machine": socket.gethostname(), "process": os.getpid(), "began": began(os.getpid())}
+    try:
+        with open(holder, "x", encoding="utf-8") as file:
+            json.dump(here, file)
+        return
+    except FileExistsError:
+        before = read_json(holder, "note of the process that holds the folder")
+    process, start = (before.get(key) for key in ("process", "began"))
+    is_here = before.get("machine") == here["machine"] and isinstance(process, int) and isinstance(start, int)
+    if not is_here or abs(began(process) - start) < 2:
+        place = f"process {process} on {before.get('machine')}"
+        raise UserError(f"{problem}: {place}; wait for it, or delete {holder} if it has ended")
+    write_json(holder, here)
