@@ -1,6 +1,6 @@
 """Train transformers' BERT from scratch to classify texts in padded batches: softmax attention beside forms of GKA.
 
-    python -m runs.examples.text_classifier                        docstrings of Python's library, four seeds
+    python -m runs.examples.text_classifier                        docstrings of Python's library, five seeds
     python -m runs.examples.text_classifier --data news.parquet    your texts: columns text and label, .parquet or .csv
     python -m runs.examples.text_classifier --kinds gka-text --seeds 1 --epochs 2
 
@@ -68,7 +68,7 @@ class TextClassifierConfig:
     """A .parquet or .csv file with columns text and label; none takes the docstrings of Python's library by package."""
     kinds: list[Form] = field(default_factory=lambda: list(FORMS))
     """The kinds of attention: softmax, the paper's form, with head offsets, and the preset for text."""
-    seeds: Count = 4
+    seeds: Count = 5
     """Trainings of each kind, which differ in initial weights and in the order of texts."""
     epochs: Count = 12
     """Times that a training reads the training texts."""
