@@ -1,10 +1,12 @@
 """Building the CPU kernel: once, into a folder that can be chosen, and without a compiler sdpa takes over."""
 
 import os
+import signal
 import stat
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 import pytest
@@ -132,11 +134,25 @@ def test_a_damaged_library_is_named_and_not_loaded(tmp_path, damage):
     assert lines[0] == "sdpa 9" and f"{path} is damaged; remove it" in lines[1] and path.read_bytes() == before
 
 
-def test_a_compiler_that_hangs_is_ended(tmp_path, monkeypatch):
-    monkeypatch.setenv("CXX", wrapper(tmp_path, "exec sleep 600\n"))
-    monkeypatch.setattr(build, "TIMEOUT", 2)
-    with pytest.raises(build.Unavailable, match=r"compiler did not finish in 2 seconds$"):
+@pytest.mark.parametrize("by", ["its time", "a signal"])
+def test_a_compiler_that_hangs_is_ended_with_its_children(by, tmp_path, monkeypatch):
+    """After its time, and at once where a signal ends the command that compiles."""
+    script = f"sleep 600 & echo $! >> {tmp_path}/children\nwait\n"
+    monkeypatch.setenv("CXX", wrapper(tmp_path, script))
+    if by == "its time":
+        monkeypatch.setattr(build, "TIMEOUT", 2)
+        ended = pytest.raises(build.Unavailable, match=r"compiler did not finish in 2 seconds$")
+    else:
+        before, ended = signal.signal(signal.SIGALRM, signal.default_int_handler), pytest.raises(KeyboardInterrupt)
+        signal.setitimer(signal.ITIMER_REAL, 2)
+    began = time.monotonic()
+    with ended:
         build._built("AVX2", tmp_path)
+    assert time.monotonic() - began < 20
+    if by == "a signal":
+        signal.signal(signal.SIGALRM, before)
+    children = list(map(int, (tmp_path / "children").read_text().split()))
+    assert len(children) == len(list(build.SOURCE.glob("*.cpp"))) and not processes.still_there(children, 60)
 
 
 def test_what_decides_the_library_is_in_its_name(monkeypatch, tmp_path):
@@ -173,6 +189,15 @@ def test_a_child_forked_while_a_thread_builds_does_not_wait_for_it():
     outcome = build.obstacle()
     with build._lock:
         assert processes.in_a_forked_child(lambda: build.obstacle() == outcome, timeout=20)
+
+
+@needs_compiler
+def test_a_struct_of_another_size_than_pythons_is_an_error(monkeypatch):
+    size = build.structs.SIZE
+    monkeypatch.setattr(build.structs, "SIZE", size + 8)
+    monkeypatch.setattr(build, "_outcome", None)
+    with pytest.raises(RuntimeError, match=f"GkaRequest has {size} bytes in the library and {size + 8} bytes in"):
+        build.obstacle()
 
 
 def with_avx2(*words) -> str:

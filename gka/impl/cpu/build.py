@@ -13,12 +13,13 @@ import os
 import platform
 import shlex
 import shutil
+import signal
 import stat
 import subprocess
 import sys
 import tempfile
 import threading
-from concurrent.futures import ThreadPoolExecutor
+import time
 from pathlib import Path
 from typing import Any
 
@@ -146,9 +147,8 @@ def _compile(command: list[str], path: Path, end: bytes) -> None:
     with tempfile.TemporaryDirectory(dir=path.parent, prefix="building-") as scratch:
         output, sources = Path(scratch) / path.name, sorted(SOURCE.glob("*.cpp"))
         objects = [str(Path(scratch) / f"{source.stem}.o") for source in sources]
-        with ThreadPoolExecutor(len(sources)) as at_once:
-            list(at_once.map(_run, ([*command, "-c", str(cpp), "-o", o] for cpp, o in zip(sources, objects))))
-        _run([*command, *objects, "-o", str(output)])
+        _run([[*command, "-c", str(cpp), "-o", o] for cpp, o in zip(sources, objects)], TIMEOUT)
+        _run([[*command, *objects, "-o", str(output)]], TIMEOUT)
         with open(output, "ab") as file:
             file.write(end)
         output.chmod(0o755)  # whatever the umask is
@@ -176,17 +176,37 @@ def _digest(flags: tuple[str, ...]) -> str:
     return digest.hexdigest()[:16]
 
 
-def _run(command: list[str]) -> None:
-    """Run the compiler. Raises Unavailable, with its error, if it fails or takes too long."""
+def _run(commands: list[list[str]], seconds: float) -> None:
+    """Run the commands at the same time.
+
+    Raises Unavailable, with its error, if one fails or takes longer; then the others are ended.
+    """
     pipes: dict[str, Any] = dict(stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, errors="replace")
-    try:
-        done = subprocess.run(command, timeout=TIMEOUT, **pipes)
-    except OSError as error:
-        raise Unavailable(f"the compiler did not run: {error}") from None
-    except subprocess.TimeoutExpired:
-        raise Unavailable(f"{command[0]} did not finish in {TIMEOUT} seconds") from None
-    if done.returncode:
-        lines = done.stderr.strip().splitlines() or ["it said nothing"]
-        first = next((line for line in lines if "error" in line), lines[0])  # it may be all that is logged
-        rest = "" if len(lines) == 1 else "\n".join(["", *lines])
-        raise Unavailable(f"{command[0]} failed with exit code {done.returncode}: {first}{rest}")
+    end = time.monotonic() + seconds
+    with contextlib.ExitStack() as running:
+        try:
+            processes = [running.enter_context(_Ended(words, **pipes, start_new_session=True)) for words in commands]
+            for process in processes:
+                _, errors = process.communicate(timeout=max(0.0, end - time.monotonic()))
+                if code := process.returncode:
+                    raise Unavailable(f"{commands[0][0]} failed with exit code {code}: {_first_error(errors)}")
+        except OSError as error:
+            raise Unavailable(f"the compiler did not run: {error}") from None
+        except subprocess.TimeoutExpired:
+            raise Unavailable(f"{commands[0][0]} did not finish in {seconds} seconds") from None
+
+
+def _first_error(errors: str) -> str:
+    """The compiler's output with the line that names the error first: it may be all that is logged."""
+    lines = errors.strip().splitlines() or ["it said nothing"]
+    first = next((line for line in lines if "error" in line), lines[0])
+    return first if len(lines) == 1 else "\n".join([first, *lines])
+
+
+class _Ended(subprocess.Popen):
+    """A process that does not outlive its `with`, nor do its children: what is called may be a script."""
+
+    def __exit__(self, *error):
+        if self.poll() is None:
+            os.killpg(self.pid, signal.SIGKILL)
+        super().__exit__(*error)
