@@ -13,7 +13,7 @@ import torch
 
 from gka import validation
 from gka.dispatch import BASELINES, choose, choose_baseline, run, weights
-from gka.options import EPS, gaussian_request, softmax_request
+from gka.options import EPS, Options, gaussian_request, softmax_request
 
 
 def gaussian_attention(
@@ -72,12 +72,12 @@ def gaussian_attention(
     Raises: TypeError for a wrong type or dtype; ValueError for a wrong rank, shape, device, value, or an implementation
     that cannot serve the request. Both name the argument.
     """
-    literal = impl == "reference"  # the equations as they are, hidden keys included
-    request = gaussian_request(
-        x, log_sigma, keys, values, causal=causal, window=window, lengths=lengths, key_padding_mask=key_padding_mask,
-        attn_mask=attn_mask, cu_seqlens=cu_seqlens, constant_norm=constant_norm, eps=eps, keep_hidden_keys=literal,
+    options = Options(
+        causal=causal, window=window, lengths=lengths, key_padding_mask=key_padding_mask, attn_mask=attn_mask,
+        cu_seqlens=cu_seqlens, constant_norm=constant_norm, eps=eps,
     )  # fmt: skip
-    return run(request, impl)
+    literal = impl == "reference"  # the equations as they are, hidden keys included
+    return run(gaussian_request(x, log_sigma, keys, values, options, keep_hidden_keys=literal), impl)
 
 
 def gaussian_weights(
@@ -98,11 +98,11 @@ def gaussian_weights(
     Built by the reference, in O(Tq * Tk) memory: for pictures and measurements. W sums to 1 / (1 + eps / sum_j K_ij)
     along Tk, with foreign keys to 1. Raises as `gaussian_attention`.
     """
-    request = gaussian_request(
-        x, log_sigma, keys, None, causal=causal, window=window, lengths=lengths, key_padding_mask=key_padding_mask,
-        attn_mask=attn_mask, cu_seqlens=cu_seqlens, eps=eps, keep_hidden_keys=True,
+    options = Options(
+        causal=causal, window=window, lengths=lengths, key_padding_mask=key_padding_mask, attn_mask=attn_mask,
+        cu_seqlens=cu_seqlens, eps=eps,
     )  # fmt: skip
-    return weights(request)
+    return weights(gaussian_request(x, log_sigma, keys, None, options, keep_hidden_keys=True))
 
 
 def dot_product_attention(
@@ -150,8 +150,8 @@ def select_impl(
     """
     validation.check_features("x", x)
     log_sigma = x.new_zeros(x.shape[2], dtype=torch.float32) if log_sigma is None else log_sigma
-    request = gaussian_request(
-        x, log_sigma, keys, values, causal=causal, window=window, lengths=lengths, key_padding_mask=key_padding_mask,
-        attn_mask=attn_mask, cu_seqlens=cu_seqlens, constant_norm=constant_norm,
+    options = Options(
+        causal=causal, window=window, lengths=lengths, key_padding_mask=key_padding_mask, attn_mask=attn_mask,
+        cu_seqlens=cu_seqlens, constant_norm=constant_norm,
     )  # fmt: skip
-    return choose(request, impl)
+    return choose(gaussian_request(x, log_sigma, keys, values, options), impl)

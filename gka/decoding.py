@@ -4,7 +4,6 @@ Layout everywhere: (B, T, H, D). Legend: B sequences, Tq new tokens, Tk tokens o
 """
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -12,7 +11,7 @@ import torch.nn.functional as F
 from gka.api import gaussian_attention
 from gka.autocast import autocasts
 from gka.dispatch import IMPLEMENTATIONS, check_impl, find
-from gka.options import gaussian_request
+from gka.options import Options, gaussian_request
 from gka.padding_and_masks import rows_of_equal_length
 from gka.parts import rotate
 from gka.request import Tables
@@ -66,38 +65,52 @@ def decode_attention(
     if channel_scales is not None and rotary is None:
         raise ValueError("channel_scales are of keys that are derived by rotary, which is missing")
     check_features("values", values)
-    of_decoding: dict[str, Any] = dict(
-        rotary=rotary, channel_scales=channel_scales, cache_lengths=lengths, key_delays=key_delays or None,
-        value_delays=value_delays or None,
+    options = Options(
+        causal=True, window=window, constant_norm=constant_norm, eps=0.0, rotary=rotary, channel_scales=channel_scales,
+        cache_lengths=lengths, key_delays=key_delays or None, value_delays=value_delays or None,
     )  # fmt: skip
-    options = {name: option for name, option in of_decoding.items() if option is not None}
     pair, name_of_keys = ((values, None), "values") if keys is None else ((keys, values), "keys")
-    request = gaussian_request(
-        x, log_sigma, *pair, causal=True, window=window, constant_norm=constant_norm, eps=0.0,
-        names=(name_of_keys, "values"), **options,
-    )  # fmt: skip
+    request = gaussian_request(x, log_sigma, pair[0], pair[1], options, names=(name_of_keys, "values"))
     if not autocasts(x.device.type) and (name := find(request, impl)[0]):  # autocast rounds after keys are derived
         return IMPLEMENTATIONS[name].gaussian(request)
+    return _by_operations(x, log_sigma, values, keys, options, impl)
 
-    # By torch's operations, and `gaussian_attention` for sequences of equal length.
+
+def _by_operations(
+    x: torch.Tensor,
+    log_sigma: torch.Tensor,
+    values: torch.Tensor,
+    keys: torch.Tensor | None,
+    options: Options,
+    impl: str,
+) -> torch.Tensor:
+    """`decode_attention` by torch's operations, and `gaussian_attention` for sequences of equal length."""
     parts = []
+    delays = (options.key_delays or (), options.value_delays or ())
+    lengths = options.cache_lengths
     for rows, length in rows_of_equal_length(lengths) if lengths else [(slice(None), values.shape[1])]:
         first = 0  # the first token that is read
-        if window is not None:
-            first = max(0, length - x.shape[1] - window - max((0, *key_delays, *value_delays)))
-        cached = values[rows, first:length]
-        made = cached if keys is None else keys[rows, first:length]
-        if rotary is not None:
-            scaled = cached if channel_scales is None else cached * channel_scales
-            rotated = rotate(scaled, *(table[first:length, None] for table in rotary)).to(values.dtype)
-            made = F.rms_norm(rotated, rotated.shape[-1:])
-        late_keys, late_values = _delayed((made, cached), key_delays, value_delays)
+        if options.window is not None:
+            first = max(0, length - x.shape[1] - options.window - max((0, *delays[0], *delays[1])))
+        cached_keys = None if keys is None else keys[rows, first:length]
+        made = _keys_and_values(cached_keys, values[rows, first:length], options, first)
+        late_keys, late_values = _delayed(made, *delays)
         y = gaussian_attention(
-            x[rows], log_sigma, keys=late_keys, values=late_values, causal=True, window=window,
-            constant_norm=constant_norm, impl=impl,
+            x[rows], log_sigma, keys=late_keys, values=late_values, causal=True, window=options.window,
+            constant_norm=options.constant_norm, impl=impl,
         )  # fmt: skip
         parts.append(y)
     return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _keys_and_values(keys: torch.Tensor | None, values: torch.Tensor, options: Options, first: int) -> Pair:
+    """Both of the tokens from `first` on, (B, n, H, D); one tensor if they are the same."""
+    if keys is not None or options.rotary is None:
+        return (values if keys is None else keys), values
+    scaled = values if options.channel_scales is None else values * options.channel_scales
+    cos, sin = (table[first : first + values.shape[1], None] for table in options.rotary)
+    rotated = rotate(scaled, cos, sin).to(values.dtype)
+    return F.rms_norm(rotated, rotated.shape[-1:]), values
 
 
 def _delayed(pair: Pair, key_delays: Sequence[int], value_delays: Sequence[int]) -> Pair:

@@ -4,6 +4,7 @@ S_ij = -|x_i - k_j|^2 / (2 sigma^2) = x_i.k_j / sigma^2 + a_i + b_j
 """
 
 import warnings
+from typing import NamedTuple
 
 import torch
 
@@ -55,11 +56,19 @@ def norm2(x: torch.Tensor) -> torch.Tensor:
     return torch.linalg.vector_norm(x, dim=-1, dtype=torch.float32).square()
 
 
-def expand(request: GaussianRequest) -> tuple:
-    """x_i.k_j / sigma^2 + a_i + b_j. Warns where rounding is most of what is left.
+class Expansion(NamedTuple):
+    """The arguments in at least float32."""
 
-    Returns, in at least float32: x / sigma^2, (B, Tq, H, D); the keys, (B, Tk, H, D); the values, or None: the keys; a,
-    (B, Tq, H); b, (B, Tk, H); and what must be added to y, (B, 1, H, D) or None.
+    scaled: torch.Tensor  # x / sigma^2, (B, Tq, H, D)
+    keys: torch.Tensor  # (B, Tk, H, D)
+    values: torch.Tensor | None  # (B, Tk, H, D), or None: the keys
+    a: torch.Tensor  # (B, Tq, H)
+    b: torch.Tensor  # (B, Tk, H)
+    offset: torch.Tensor | None  # what must be added to y, (B, 1, H, D)
+
+
+def expand(request: GaussianRequest) -> Expansion:
+    """x_i.k_j / sigma^2 + a_i + b_j. Warns where rounding is most of what is left.
 
     a_i cancels in W but not in rounded gradients: without it they contain x_i / sigma^2 times sum_j G_ij, which should
     be 0.
@@ -82,7 +91,7 @@ def expand(request: GaussianRequest) -> tuple:
     a = b if request.own_keys else -0.5 * torch.linalg.vecdot(x, x) * inverse
     if readable(a) and readable(b):  # on CPU tensors
         warn_if_lost(-2 * min(a.detach().min().item(), b.detach().min().item()), compute, stacklevel=6)
-    return x * inverse[:, None], keys, values, a, b, offset
+    return Expansion(x * inverse[:, None], keys, values, a, b, offset)
 
 
 def _mean(keys: torch.Tensor, hidden: torch.Tensor | None) -> torch.Tensor:

@@ -18,6 +18,7 @@ from gka.dispatch import check_impl
 from gka.masking import document_bounds
 from gka.offsets import head_offsets as build_offsets
 from gka.offsets import neighbours, spatial_pattern
+from gka.options import Options
 from gka.padding_and_masks import in_order, in_place, mask_in_order, tokens_first, weights_in_place
 from gka.parts import GATE_CHANNELS, add_value_embedding, head_gates, rotate_to, scaled, settings_of
 from gka.request import Tables
@@ -111,11 +112,9 @@ class GaussianKernelAttention(nn.Module):
         )  # fmt: skip
         settings = settings_of(preset, self.head_dim, given)
         self.sigma_squared, self.head_norm = settings["sigma_squared"], settings["head_norm"]
-        self.channel_bandwidths, self.head_gates = settings["channel_bandwidths"], settings["head_gates"]
-        self.value_embeddings = value_embeddings
         self.causal, self.window, self.impl = causal, window, impl
         self.log_sigma = nn.Parameter(initial_log_sigma(num_heads, self.sigma_squared))
-        self.log_scale = nn.Parameter(torch.zeros(dim)) if self.channel_bandwidths else None
+        self.log_scale = nn.Parameter(torch.zeros(dim)) if settings["channel_bandwidths"] else None
         self.head_offsets = settings["head_offsets"]
         self.pairing = build_offsets(self.head_offsets, num_heads)
         if (letters := len(self.head_offsets)) > num_heads:
@@ -129,7 +128,7 @@ class GaussianKernelAttention(nn.Module):
             self.spatial_offsets = spatial_pattern(self.spatial_offsets, num_heads)
             self._check_is_no_row(causal)
         self.proj = nn.Linear(dim, dim, bias=settings["bias"])
-        self.head_gate = nn.Linear(dim, num_heads, bias=False) if self.head_gates else None
+        self.head_gate = nn.Linear(dim, num_heads, bias=False) if settings["head_gates"] else None
         self.ve_gate = nn.Linear(min(GATE_CHANNELS, dim), num_heads, bias=False) if value_embeddings else None
         self._clear_gates()
 
@@ -210,8 +209,7 @@ class GaussianKernelAttention(nn.Module):
         features, values = self.features_and_values(x, value_embedding, positions)
         keys = None
         if context is not None:
-            context = checked_context(context, x, self.dim, cu_seqlens)
-            keys, values = self.features_and_values(context, name="context")
+            keys, values = self._features_and_values("context", checked_context(context, x, self.dim, cu_seqlens))
         if self.pairing is not None:
             keys, values = self.pairing(features if keys is None else keys, values, starts)
         if self.spatial_offsets:
@@ -256,30 +254,31 @@ class GaussianKernelAttention(nn.Module):
         return self.head_norm or self.channel_bandwidths or self.head_gates or self.value_embeddings
 
     def features_and_values(
-        self,
-        x: torch.Tensor,
-        value_embedding: torch.Tensor | None = None,
-        positions: torch.Tensor | None = None,
-        name: str = "x",
+        self, x: torch.Tensor, value_embedding: torch.Tensor | None = None, positions: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """(What the kernel compares, the values) of tokens x, (B, T, dim), before offsets: (B, T, H, D) each.
 
         For decoding: they are what `decode_attention` takes, with the delays of `pairing`. positions: of the tokens,
-        whole numbers (T,), for rotary; None: 0 to T - 1. name: what errors call x.
+        whole numbers (T,), for rotary; None: 0 to T - 1.
         """
-        values = features = self._normalised(split_heads(name, x, self.dim, self.num_heads, weight_of(self.proj)))
-        if self.log_scale is not None or self.rotary:
-            features = self.scaled(values)
-            if self.rotary:
-                is_theta = isinstance(self.rotary, float)
-                turns = self.rotary if is_theta else (self.rotary_cos, self.rotary_sin)
-                features = rotate_to(features, turns, positions)
-            features = self._normalised(features)
+        features, values = self._features_and_values("x", x, positions)
         if self.ve_gate is not None:
             embedding = checked_embedding(value_embedding, x, weight_of(self.proj))
             heads = embedding.unflatten(-1, (self.num_heads, self.head_dim))
             values = add_value_embedding(values, self.ve_gate(x[..., :GATE_CHANNELS]), heads)
         return features, values
+
+    def _features_and_values(
+        self, name: str, x: torch.Tensor, positions: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        values = self._normalised(split_heads(name, x, self.dim, self.num_heads, weight_of(self.proj)))
+        if self.log_scale is None and not self.rotary:
+            return values, values
+        features = self.scaled(values)
+        if self.rotary:
+            is_theta = isinstance(self.rotary, float)
+            features = rotate_to(features, self.rotary if is_theta else (self.rotary_cos, self.rotary_sin), positions)
+        return self._normalised(features), values
 
     def _normalised(self, heads: torch.Tensor) -> torch.Tensor:
         return nn.functional.rms_norm(heads, (self.head_dim,)) if self.head_norm else heads
@@ -301,6 +300,18 @@ class GaussianKernelAttention(nn.Module):
         return select_impl(
             x, keys=keys, causal=self.causal, window=self.window, constant_norm=self.head_norm, impl=self.impl
         )
+
+    @property
+    def channel_bandwidths(self) -> bool:
+        return self.log_scale is not None
+
+    @property
+    def head_gates(self) -> bool:
+        return self.head_gate is not None
+
+    @property
+    def value_embeddings(self) -> bool:
+        return self.ve_gate is not None
 
     def extra_repr(self) -> str:
         names = ["num_heads", "head_dim", "causal", "window", "head_norm"]
@@ -361,13 +372,13 @@ def cleared(x: torch.Tensor, context: torch.Tensor | None, mask: dict, dim: int,
     """
     queries = split_heads("x", x, dim, num_heads, None)
     tokens = x if context is None else checked_context(context, x, dim)
-    validation.check_padding_and_mask(queries, tokens.shape[1], **mask)
+    validation.check_padding_and_mask(queries, tokens.shape[1], Options(**mask))
     return tokens.masked_fill(mask["key_padding_mask"][..., None], 0)
 
 
 def document_starts(x: torch.Tensor, mask: dict, dim: int, num_heads: int) -> torch.Tensor:
     """Where the document of every token begins, (T,), from cu_seqlens. Raises TypeError or ValueError."""
-    validation.check_padding_and_mask(split_heads("x", x, dim, num_heads, None), x.shape[1], **mask)
+    validation.check_padding_and_mask(split_heads("x", x, dim, num_heads, None), x.shape[1], Options(**mask))
     return document_bounds(mask["cu_seqlens"], x.shape[1])[0]
 
 

@@ -10,12 +10,20 @@ Tq keys, query row r sits at position i = r + (Tk - Tq), so one decode query see
 The paper (section 3.3) writes i - W' < j <= i, which is W' keys: its W' is our window W = W' - 1.
 Every mask keeps the diagonal, so no row is ever empty.
 
+A new condition is a field of `Mask`, None or False where it is not set, and a line of `visible`, which counts tokens:
+padding between them is packed first. An implementation serves it once its name is in `Serves.options` of it.
+
 In packed sequences a query sees the keys that the mask says and that are of its own document (`document_bounds`).
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
+
+
+def names_set(owner: object, names: tuple[str, ...]) -> list[str]:
+    """Those of the names that the owner has, with a value that is neither None nor False."""
+    return [name for name in names if (value := getattr(owner, name, None)) is not None and value is not False]
 
 
 @dataclass(frozen=True)
@@ -28,13 +36,17 @@ class Mask:
     @property
     def conditions(self) -> list[str]:
         """The names of those that are set."""
-        values = dict(causal=self.causal, window=self.window)  # a bool may be symbolic in an exported graph
-        return [name for name, value in values.items() if value is not None and value is not False]
+        return names_set(self, self.__match_args__)
 
     @property
     def reach(self) -> tuple[int | None, int | None]:
-        """(before, after): position i sees i - before <= j <= i + after; None: no limit."""
+        """(before, after): position i sees i - before <= j <= i + after; None: no limit. Of causal and window alone."""
         return self.window, 0 if self.causal else self.window
+
+    @property
+    def is_reach(self) -> bool:
+        """Whether `reach` says which keys are visible: no other condition is set."""
+        return {"causal", "window"}.issuperset(self.conditions)
 
     def visible(self, i: torch.Tensor, j: torch.Tensor) -> torch.Tensor:
         """True where the query at position `i` may see the key at position `j` (integer tensors that broadcast)."""
@@ -49,11 +61,11 @@ class Mask:
     def simplify(self, num_queries: int, num_keys: int) -> "Mask":
         """The same mask without the conditions that hide nothing at these lengths, so fast paths can be recognised."""
         window = self.window if self.window is not None and self.window < num_keys - 1 else None
-        return Mask(self.causal and num_queries > 1, window)
+        return replace(self, causal=self.causal and num_queries > 1, window=window)
 
     def first_visible_key(self, num_queries: int, num_keys: int) -> int:
         """Index of the first key that any query sees: those before it can be dropped without changing a result."""
-        return max(0, num_keys - num_queries - self.window) if self.window is not None else 0
+        return max(0, num_keys - num_queries - self.window) if self.window is not None and self.is_reach else 0
 
     def dense(self, num_queries: int, num_keys: int, device: torch.device) -> torch.Tensor:
         """The mask as a (Tq, Tk) bool tensor, True = visible."""

@@ -57,18 +57,25 @@ class HeadOffsets(nn.Module):
 
 @torch.fx.wrap  # one node: it assigns to slices
 def later(x: torch.Tensor, delays: Sequence[int], period: int, starts: torch.Tensor | None = None) -> torch.Tensor:
-    """Every head 0 or 1 token later, (B, n, H, D); token 0, or a document's first, takes its own place."""
+    """Every head as late as it is, (B, n, H, D); token 0 fills the places before, or the first of the document."""
     if not any(delays):
         return x
     moved = x.clone()
-    for first in range(min(period, len(delays))):
-        if delays[first]:
+    if starts is not None:
+        is_first = (starts == torch.arange(starts.shape[0], device=starts.device))[:, None, None]
+        for first, tokens in enumerate(delays[:period]):
             heads = slice(first, None, period)
-            moved[:, 1:, heads] = x[:, :-1, heads]
-    if starts is None:
+            for _ in range(tokens):
+                late = moved[:, :, heads]
+                moved[:, :, heads] = torch.where(is_first, late, late.roll(1, dims=1))
         return moved
-    is_first = starts == torch.arange(starts.shape[0], device=starts.device)
-    return torch.where(is_first[:, None, None], x, moved)
+    for first, tokens in enumerate(delays[:period]):
+        heads = slice(first, None, period)
+        if tokens > 1:
+            moved[:, 1:tokens, heads] = x[:, :1, heads]
+        if tokens:
+            moved[:, tokens:, heads] = x[:, :-tokens, heads]
+    return moved
 
 
 def head_offsets(letters: str, num_heads: int) -> HeadOffsets | None:

@@ -130,7 +130,8 @@ def can_pack(request: GaussianRequest) -> bool:
 
 def must_pack(request: GaussianRequest) -> bool:
     """Whether padding may lie within a window, which counts tokens: packed, it counts them for every implementation."""
-    return request.key_padding_mask is not None and request.own_keys and request.mask.window is not None
+    counts = request.mask.conditions not in ([], ["causal"])
+    return request.key_padding_mask is not None and request.own_keys and counts
 
 
 def tokens_first(key_padding_mask: torch.Tensor) -> torch.Tensor:
@@ -192,7 +193,7 @@ def _not_finite(t: torch.Tensor) -> torch.Tensor:
 
 def _sees_some(request: GaussianRequest, keys: torch.Tensor) -> torch.Tensor:
     """Which rows see one of these `keys`, (B, Tk, H) -> (B, Tq, H)."""
-    if request.attn_mask is not None:
+    if request.attn_mask is not None or not request.mask.is_reach:
         return (visible(request).float() @ keys.transpose(1, 2)[..., None].float())[..., 0].transpose(1, 2) > 0
     if (hidden := padding(request)) is not None:
         keys = keys & ~hidden[:, :, None]

@@ -3,9 +3,9 @@
 A request is never changed; `dataclasses.replace` makes another. It is no frozen dataclass because making one takes
 longer, which a small call would notice.
 
-A new option of the operator is an argument of `gaussian_request`, a field of `GaussianRequest` and a name in
-`Serves.options` of every implementation that reads it; the door refuses it for the others (dispatch.py). Its default is
-None: an option counts as requested if it is not None.
+A new option of the operator is a field of `Options` and of `GaussianRequest`, or of `Mask` if it is about who may look
+at whom, and a name in `Serves.options` of every implementation that reads it; the door refuses it for the others
+(dispatch.py). Its default is None: an option counts as requested if it is neither None nor False.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, fields
 
 import torch
 
-from gka.masking import Mask
+from gka.masking import Mask, names_set
 from gka.validation import FLOATING
 
 Tables = tuple[torch.Tensor, torch.Tensor]
@@ -53,8 +53,7 @@ class Request:
     requested: list[str] = field(init=False)  # these, and the other options that are set
 
     def __post_init__(self) -> None:
-        conditions = self.mask.conditions
-        options = [name for name in OPTIONS if getattr(self, name, None) is not None]
+        conditions, options = self.mask.conditions, names_set(self, OPTIONS)
         self.hiding = conditions + [name for name in options if name in PADDING_AND_MASKS]
         self.requested = conditions + options
 

@@ -56,19 +56,17 @@ def check_features(name: str, t: object, like: torch.Tensor | None = None) -> No
         raise ValueError(f"{name} must have shape (B, T, H, D) = {expected}, got {tuple(t.shape)}")
 
 
-def check_padding_and_mask(
-    x: torch.Tensor, num_keys: int, lengths: Any = None, key_padding_mask: Any = None, attn_mask: Any = None,
-    cu_seqlens: Any = None,
-) -> None:  # fmt: skip
-    """lengths, (B,) whole numbers up to num_keys, or key_padding_mask, (B, Tk) bool; attn_mask, bool or float,
-    broadcastable to (B, H, Tq, Tk); or cu_seqlens, (documents + 1,). All on the features' device.
+def check_padding_and_mask(x: torch.Tensor, num_keys: int, options: Any) -> None:
+    """Of `Options`: lengths, (B,) whole numbers up to num_keys, or key_padding_mask, (B, Tk) bool; attn_mask, bool or
+    float, broadcastable to (B, H, Tq, Tk); or cu_seqlens, (documents + 1,). All on the features' device.
     """
+    lengths, key_padding_mask, attn_mask = options.lengths, options.key_padding_mask, options.attn_mask
     batch, num_queries, num_heads, _ = x.shape
-    if cu_seqlens is not None:
-        for name, tensor in dict(lengths=lengths, key_padding_mask=key_padding_mask, attn_mask=attn_mask).items():
-            if tensor is not None:
+    if options.cu_seqlens is not None:
+        for name in ("lengths", "key_padding_mask", "attn_mask"):
+            if getattr(options, name) is not None:
                 raise ValueError(f"cu_seqlens and {name} do not go together: give one of them")
-        check_cu_seqlens(cu_seqlens, x, num_keys)
+        check_cu_seqlens(options.cu_seqlens, x, num_keys)
     if lengths is not None and key_padding_mask is not None:
         raise ValueError("lengths and key_padding_mask both say which keys are padding: give one of them")
     if lengths is not None:
@@ -170,24 +168,28 @@ def check_eps(eps: object) -> None:
         raise ValueError(f"eps must be finite and >= 0, got {eps}")
 
 
-def check_cache_options(
-    x: torch.Tensor, num_keys: int, rotary: Any = (), channel_scales: Any = None, cache_lengths: Any = None,
-    **delays: Any,
-) -> None:  # fmt: skip
-    """What `decode_attention` takes beside `gaussian_attention`'s arguments."""
+def check_cache_options(x: torch.Tensor, num_keys: int, options: Any) -> None:
+    """What `decode_attention` takes beside `gaussian_attention`'s arguments, of its `Options`; all errors are
+    ValueErrors.
+    """
     batch, num_queries, num_heads, head_dim = x.shape
-    for table in rotary:
+    channel_scales, lengths = options.channel_scales, options.cache_lengths
+    for table in options.rotary or ():
         if head_dim % 2 or table.dim() != 2 or len(table) < num_keys or table.shape[1] * 2 != head_dim:
             expected = f"({num_keys} or more, {head_dim} / 2)"
             raise ValueError(f"rotary must be two tables of {expected} numbers, got {tuple(table.shape)}")
         if table.device != x.device:
             raise ValueError(f"rotary must be on the device of the queries, {x.device}, got {table.device}")
     if channel_scales is not None:
-        shape = num_heads, head_dim
-        _check_tensor("channel_scales", channel_scales, x, "(H, D)", shape, (torch.float32,), "float32")
-    lengths = [num_keys] * batch if cache_lengths is None else list(cache_lengths)
-    if len(lengths) != batch or not all(num_queries <= n <= num_keys for n in lengths):
-        raise ValueError(f"lengths must be {batch} numbers from {num_queries} to {num_keys}, got {lengths}")
-    for name, numbers in delays.items():
-        if not (len(numbers) == num_heads and min(numbers) >= 0 and max(numbers) < 2**31):
+        shape, dtype = tuple(channel_scales.shape), channel_scales.dtype
+        if shape != (num_heads, head_dim) or dtype != torch.float32:
+            expected = f"(H, D) = ({num_heads}, {head_dim}) in float32"
+            raise ValueError(f"channel_scales must be {expected}, got {shape} in {dtype}")
+        if channel_scales.device != x.device:
+            raise ValueError(f"channel_scales must be on the device of the queries, {x.device}")
+    if lengths is not None and not (len(lengths) == batch and all(num_queries <= n <= num_keys for n in lengths)):
+        raise ValueError(f"lengths must be {batch} numbers from {num_queries} to {num_keys}, got {list(lengths)}")
+    for name in ("key_delays", "value_delays"):
+        numbers = getattr(options, name)
+        if numbers and not (len(numbers) == num_heads and min(numbers) >= 0 and max(numbers) < 2**31):
             raise ValueError(f"{name} must be {num_heads} numbers from 0 to 2^31 - 1, one a head, got {list(numbers)}")

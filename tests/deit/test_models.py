@@ -2,6 +2,8 @@
 
 import copy
 import pickle
+import subprocess
+import sys
 
 import pytest
 import timm
@@ -24,6 +26,22 @@ from trainkit_gka.cli import UserError
 ALL = "".join(KINDS[kind].letter for kind in ATTENTION)  # every kind once
 GKA, SOFTMAX = "deit_tiny_gka_patch16_224", "deit_tiny_patch16_224"
 CHANNELS, BARE_NORM = dict(channel_bandwidths=True), dict(norm_weight=False)
+
+FUNCTIONS_OF_TIMM = """
+import sys, timm, timm.data, timm.models
+modules = {name: module for name, module in sys.modules.items() if name.partition(".")[0] == "timm"}
+before = {(place, name): v for place, module in modules.items() for name, v in vars(module).items() if callable(v)}
+import deit_gka
+changed = [place for place, v in before.items() if getattr(modules[place[0]], place[1]) is not v]
+vit = timm.create_model("vit_tiny_patch16_224", attn_layer="gka", depth=2)
+print(len(before) > 1000, changed, type(vit.blocks[1].attn) is deit_gka.registry.ATTENTION["gka"])
+"""
+
+
+def test_importing_the_package_replaces_no_function_of_timm():
+    """In a process of its own: timm's table of attention layers gains rows, and nothing else changes."""
+    done = subprocess.run([sys.executable, "-c", FUNCTIONS_OF_TIMM], capture_output=True, text=True, check=True)
+    assert done.stdout == "True [] True\n"
 
 
 def kinds_of(model) -> str:

@@ -1,14 +1,16 @@
 """What implementations declare is what they do, and the door refuses the rest."""
 
+from dataclasses import dataclass, replace
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from gka import decode_attention, gaussian_attention, select_impl, testing
-from gka.dispatch import IMPLEMENTATIONS, _preferred, why_not
+from gka.dispatch import IMPLEMENTATIONS, _preferred, find, why_not
 from gka.masking import Mask
-from gka.options import gaussian_request
+from gka.options import Options, gaussian_request
 from gka.request import OPTIONS, PADDING_AND_MASKS
 from gka.validation import FLOATING
 from operator_cases import IMPLS
@@ -56,6 +58,58 @@ def test_dtypes_and_head_sizes_are_taken_as_declared(impl):
                 gaussian_attention(features(head_dim=head_dim), sigma(), impl=impl)
 
 
+@dataclass(frozen=True)
+class Strided(Mask):
+    """A mask with a new condition: keys that are a multiple of `stride` tokens away."""
+
+    stride: int | None = None
+
+    def visible(self, i, j):
+        seen = super().visible(i, j)
+        return seen if self.stride is None else seen & ((i - j) % self.stride == 0)
+
+
+def declare(monkeypatch, impl, options):
+    one = IMPLEMENTATIONS[impl]
+    monkeypatch.setattr(one, "SERVES", replace(one.SERVES, options=frozenset(options)))
+
+
+@pytest.mark.parametrize("mask", [Mask(causal=True), Mask(window=2), Strided(stride=2)], ids=str)
+@pytest.mark.parametrize("impl", IMPLS)
+def test_a_mask_that_is_not_declared_is_refused(impl, mask, monkeypatch):
+    """Nobody declares the new condition: no implementation may overlook it."""
+    request = replace(gaussian_request(features(), sigma(), None, None, Options()), mask=mask)
+    (condition,), options = mask.conditions, IMPLEMENTATIONS[impl].SERVES.options
+    assert (why_not(impl, request) is None) == (condition in options)
+    declare(monkeypatch, impl, options - {condition})
+    assert why_not(impl, request) == f"{impl} does not serve {condition}"
+    assert find(request, "auto")[0] != impl
+
+
+@pytest.mark.parametrize("impl", ["reference", "sdpa", "flex"])
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile:UserWarning")
+def test_a_new_condition_of_the_mask_is_read_everywhere_once_it_is_declared(impl, monkeypatch):
+    """By what is made of torch's operations: with causal mask, window and padding between tokens, and NaN."""
+    declare(monkeypatch, impl, IMPLEMENTATIONS[impl].SERVES.options | {"stride"})
+    x, keys, padding = features(), features(tokens=13), torch.arange(9)[None] % 4 == 1
+    x[0, 6, 0, 0] = keys[0, 6, 0, 0] = torch.nan
+    options = dict(causal=True, window=5)
+    cases = [dict(), dict(keys=keys), dict(key_padding_mask=padding)]
+    with monkeypatch.context() as context:
+        context.setattr("gka.options.Mask", partial(Strided, stride=2))
+        got = [gaussian_attention(x, sigma(), impl=impl, **options, **case) for case in cases]
+    seen = Strided(True, 5, 2).dense(13, 13, x.device)
+    want = [
+        gaussian_attention(x, sigma(), attn_mask=seen[:9, :9], impl="sdpa"),
+        gaussian_attention(x, sigma(), keys=keys, attn_mask=seen[4:], impl="sdpa"),
+        torch.zeros_like(x),
+    ]
+    tokens = x[:, ~padding[0]]
+    want[2][:, ~padding[0]] = gaussian_attention(tokens, sigma(), attn_mask=seen[:7, :7], impl="sdpa")
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5, equal_nan=True)
+    assert all(0 < y.isnan().any(-1).sum() < 9 for y in got)
+
+
 @pytest.mark.parametrize("impl", IMPLS)
 def test_options_of_decoding_are_served_or_refused_by_name(impl):
     cache, tables = features(tokens=20), tuple(torch.ones(20, SIZE // 2) for _ in range(2))
@@ -65,7 +119,7 @@ def test_options_of_decoding_are_served_or_refused_by_name(impl):
     assert set(cases) == set(OPTIONS) - PADDING_AND_MASKS - {"forward_mode"}
     for name, options in cases.items():
         requested = {name if option == "lengths" else option: value for option, value in options.items()}
-        request = gaussian_request(features(), sigma(), cache, None, causal=True, **requested)
+        request = gaussian_request(features(), sigma(), cache, None, Options(causal=True, **requested))
         if name in IMPLEMENTATIONS[impl].SERVES.options:
             assert why_not(impl, request) is None
         else:
@@ -80,5 +134,5 @@ def test_options_of_decoding_are_served_or_refused_by_name(impl):
 ])  # fmt: skip
 def test_the_cpu_kernel_says_what_it_decodes(change, limit):
     x, cache = features(**change), features(**{**change, "tokens": 20})
-    request = gaussian_request(x, sigma(), cache, None, causal=True, cache_lengths=[20])
+    request = gaussian_request(x, sigma(), cache, None, Options(causal=True, cache_lengths=[20]))
     assert why_not("cpu", request) == f"the CPU kernel serves cache_lengths {limit}"
