@@ -51,18 +51,13 @@ Place = tuple[int, int]  # layers, training tokens
 Speeds = dict[int, dict[str, float]]  # layers -> form -> tokens/s of a training step
 
 SMALLEST, LONGEST = (2, 2**20), (4, 2**22)
+COMPARED = ((4, 2**20), LONGEST)  # on the pages that compare few forms
+HEADINGS = ("equal tokens, 2^20", "equal tokens, 2^22", "equal time, 2^22")
 SCALED = (*REPEATED[:4], "VLT + offsets", "softmax without VE", "GGGA + offsets", "GGGGGA + offsets")
 AT_SMALLEST = [form for form in list(FORMS)[: list(FORMS).index(RIVAL) + 1] if fits(form, 2)]
 CONTENDERS = (PRESET, RIVAL, "GGGA + offsets + channels + gates", f"{HALF_VE} + channels")
-WHEN = {  # to take a form
-    "softmax": "the paper's baseline",
-    CONTROL: "softmax, with what costs it nothing",
-    PAPER: "to reproduce the paper",
-    "GKA + offsets": "fewest parameters",
-    "GGGA + offsets": "a hybrid: three GKA layers, then one of softmax",
-    PRESET: "**the preset**: fewer parameters, faster steps",
-    RIVAL: "softmax with all that the preset has",
-}
+FRONT = ("softmax", CONTROL, PAPER, "GKA + offsets", "GGGA + offsets", PRESET, RIVAL)  # of the front page
+PUBLIC = "linux-doc-6.1"  # the text that everybody can get
 IMAGES = {"cifar10": "CIFAR-10", "images": "600 photographs"}  # names of sets for people
 OFFSETS = ("LRUB", "NLUD")  # spatial ones
 # The order of tables and pictures; other forms follow.
@@ -252,6 +247,11 @@ def name_of(place: Place) -> str:
     return f"depth {place[0]}, 2^{place[1].bit_length() - 1}"
 
 
+def plain_name(form: str) -> str:
+    """What pages call the form."""
+    return NAMES.get(form, form).replace("\n", " ")
+
+
 def rate_of(cell: pd.DataFrame) -> str:
     """Its learning rate, with a star if not every rate that must be tried was."""
     return f"{cell.rate.iloc[0]:g}" + ("" if cell.settled.all() else "*")
@@ -331,19 +331,32 @@ def longest(study: Study) -> Table:
     return Table.of([name_of(place), *AXES, "parameters", "FLOPs", "time of a step", "seeds"], rows)
 
 
+def compared(study: Study, form: str, baseline: str) -> list[str]:
+    """Two forms of four layers: at equal tokens after each of COMPARED, and at equal time after the last."""
+    cells = [study.over(form, baseline, place) for place in COMPARED]
+    return [*cells, study.over(form, baseline, COMPARED[-1], TIME)]
+
+
 def forms(study: Study) -> Table:
-    """The same for the front page, and when to take each form."""
-    known = [row for row in longest(study).rows if row[0] in WHEN]
-    rows = [[form, WHEN[form], tokens, *costs, step] for form, tokens, _, *costs, _, step, _ in known]
-    return Table.of([name_of(study.longest), "when", TOKENS, TIME, "parameters", "time of a step"], rows, words=2)
+    """The main forms over CONTROL, with their parameters and time of a step."""
+    rows, speeds = [], study.speeds.get(COMPARED[0][0], {})
+    for form in FRONT:
+        if not (place := next((place for place in COMPARED if study.has(form, place)), None)):
+            continue
+        cells = ["0"] * len(HEADINGS) if form == CONTROL else compared(study, form, CONTROL)
+        counts = [study.at(one, place).parameters.iloc[0] for one in (form, CONTROL)]
+        shares = [counts[0] / counts[1], speeds.get(CONTROL, math.nan) / speeds.get(form, math.nan)]
+        costs = ["" if math.isnan(share) else f"{share:.2f}x" for share in shares]
+        rows.append([plain_name(form), *cells, *costs])
+    return Table.of(["", *HEADINGS, "parameters", "time of a step"], rows)
 
 
 def preset(study: Study) -> Table:
     """The preset over softmax, with ever more of what the preset has."""
-    axes, place = (TOKENS, TIME), study.longest
-    baselines = [form for form in ("softmax", CONTROL, RIVAL) if study.interval(PRESET, form, place)]
-    rows = [[form, *(study.over(PRESET, form, place, axis) for axis in axes)] for form in baselines]
-    return Table.of([f"the preset over, {name_of(place)}", *axes], rows)
+    baselines = [form for form in ("softmax", CONTROL, RIVAL) if any(compared(study, PRESET, form))]
+    return Table.of(
+        ["the preset over", *HEADINGS], [[plain_name(form), *compared(study, PRESET, form)] for form in baselines]
+    )
 
 
 def counts(study: Study) -> Table:
@@ -455,7 +468,7 @@ TABLES: dict[str, Callable[[Path], list[Table]]] = {
     "differences-longer": of_every_text(differences_longer),
     "longest": of_every_text(longest),
     "counts": of_every_text(counts, titled=False),
-    "forms": of_every_text(forms, titled=False),
+    "forms": lambda folder: [forms(study) for path, study in texts(folder).items() if path.stem == PUBLIC],
     "preset": of_every_text(preset, titled=False),
     "images": images,
     "images-summary": images_summary,
@@ -537,7 +550,7 @@ def draw_time(study: Study, name: str, path: Path) -> None:
 def draw_quality(study: Study, name: str, path: Path) -> None:
     """Differences from CONTROL with their intervals after the longest training, a row for each form, and its costs."""
     place, (figure, axis, words) = study.longest, slide(["para-\nmeters", "time of\na step"])
-    forms = [form for form in WHEN if study.has(form, place)]
+    forms = [form for form in FRONT if study.has(form, place)]
     for row, form in enumerate(forms):
         one, size = study.interval(form, CONTROL, place), 18 if form == PRESET else 9
         bars = [[one.value - one.low], [one.high - one.value]]
@@ -599,7 +612,7 @@ def draw(folder: Path, pictures: Path) -> None:
             draw_budgets(study, path.stem, pictures / f"study-budgets-{path.stem}.png")
         if has_many and study.speeds:
             draw_time(study, path.stem, pictures / f"study-time-{path.stem}.png")
-        if study.has(PRESET, study.longest):
+        if has_many and study.has(PRESET, study.longest):
             draw_quality(study, path.stem, pictures / f"quality-{path.stem}.png")
         if any(place[0] == 2 and study.has(MEAN, place) for place in study.places):
             draw_longer(study, path.stem, pictures / f"study-longer-{path.stem}.png")
