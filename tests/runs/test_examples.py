@@ -4,8 +4,8 @@ import platform
 import random
 
 import pandas as pd
-import pytest
 
+import tiny
 from runs import frames
 from runs.examples import text_classifier
 from runs.examples.text_classifier import KIND, TextClassifierConfig, split
@@ -46,14 +46,6 @@ def test_all_forms_learn_and_padding_changes_nothing(tmp_path, monkeypatch, caps
     assert "texts to train on" not in output and f"{rows[1]['metrics']['parameters']:,}" in output
 
 
-@pytest.mark.slow
-def test_the_built_in_texts_are_held_out_once():
-    names, train, test = data = split(text_classifier.labelled_texts(None))
-    assert data == split(text_classifier.labelled_texts(None))
-    assert len(names) == text_classifier.PACKAGES and "asyncio" in names
-    assert not set(train[0]) & set(test[0]) and 0.15 < len(test[0]) / len(train[0]) < 0.35
-
-
 def test_a_text_with_two_labels_is_left_out():
     pairs = [(f"text {number}", str(number % 3)) for number in range(60)] + [("text 0", "1"), ("text 1", "1")]
     _, train, test = split(pairs)
@@ -61,23 +53,12 @@ def test_a_text_with_two_labels_is_left_out():
     assert labels == {f"text {number}": number % 3 for number in range(1, 60)}
 
 
-@pytest.mark.parametrize(
-    "name, content, words",
-    [
-        ("a.csv", "text,stars\nfine,5\n", "columns text and label (\"['label'] not in index"),
-        ("a.csv", "text,label\nfine,5\n", "at least two labels are needed"),
-        ("a.parquet", "no parquet", "a.parquet cannot be read as"),
-        ("a.csv", "", "there is no such file"),
-        ("", "", "trainings on the docstrings of Python 3.11.7, this is 3.99.0; give another file"),
-    ],
-)
-def test_a_mistake_in_the_data_is_one_line(name, content, words, tmp_path, monkeypatch, capsys):
-    results = tmp_path / "rows.jsonl"
+def test_rows_of_another_python_and_a_file_without_labels_are_one_line(tmp_path, monkeypatch):
+    results, data = tmp_path / "rows.jsonl", tmp_path / "a.csv"
     results.write_text((frames.RESULTS / text_classifier.FILE).read_text())
+    data.write_text("text,stars\nfine,5\n")
     monkeypatch.setattr(platform, "python_version", lambda: "3.99.0")
-    if content:
-        (tmp_path / name).write_text(content)
-    with pytest.raises(SystemExit) as stopped:
-        run("--results", results, "--seeds", 9, *(["--data", tmp_path / name] if name else []))
-    output = capsys.readouterr().err
-    assert stopped.value.code == 2 and words in output and output.count("\n") == 1
+    flags = ["--results", results, "--seeds", 9]
+    assert "Python 3.11.7, this is 3.99.0" in tiny.refused(text_classifier.main, TextClassifierConfig, *flags)
+    refused = tiny.refused(text_classifier.main, TextClassifierConfig, *flags, "--data", data)
+    assert "columns text and label" in refused

@@ -13,7 +13,7 @@ from gka import testing
 from gka.impl.cpu import build
 from gka.masking import Mask
 from runs.bench import baselines, deit, gpt, models
-from runs.bench.models import EAGER, TRAINING
+from runs.bench.models import TRAINING
 from runs.bench.operators import FORWARD, FULL, Case, gate, operators
 from trainkit_gka.compiling import BLOCKS
 from trainkit_gka.distributed import setup
@@ -45,17 +45,6 @@ def test_every_operator_of_a_cpu_passes_its_gate(text, dtype, monkeypatch):
         for name, operator in candidates.items():
             if not any(absent in name for absent in ABSENT):
                 assert gate(operator, case, phase, CPU) is None, name
-
-
-def test_bfloat16_is_compared_with_both_dtypes_of_softmax_and_a_window_with_blocks():
-    candidates = operators(Case.parse("2x70x2x16cw7n"), CPU, torch.bfloat16, FULL)
-    softmax = {name: each.dtype for name, each in candidates.items() if each.role == "baseline"}
-    kernels = ["softmax dense mask", "softmax products", "softmax blocks of 64"]
-    assert softmax == {**dict.fromkeys(kernels, torch.bfloat16)} | {
-        f"{name}, float32": torch.float32 for name in kernels
-    }
-    assert {each.dtype for each in candidates.values() if each.family == "gka"} == {torch.bfloat16}
-    assert "softmax blocks of 64" not in operators(Case.parse("2x70x2x16cn"), CPU, torch.float32, FULL)
 
 
 def test_products_leave_out_what_the_mask_hides():
@@ -188,17 +177,6 @@ def test_the_gate_of_a_whole_vision_model_stops_what_is_wrong(kind, phase, dtype
     right = candidate.network
     candidate.network = lambda images: (1.01 if dtype == "float32" else 1.1) * right(images)
     assert "is off by" in candidate.gate()
-
-
-def test_eager_models_are_timed_beside_compiled_ones_on_a_cpu_but_do_not_decode_twice():
-    config = gpt.GPTBenchConfig(dtypes=["float32"], skip=["preset"])
-    both = models.keys_of(gpt.KINDS, config, "default", CPU)
-    assert {key.mode for key in both} == {"", EAGER} and not [key for key in both if "preset" in key.kind]
-    assert {key.mode for key in models.keys_of(gpt.KINDS, config, "off", CPU)} == {""}
-    modes = {phase: [key.mode for key in both if gpt.takes_part(key, phase, "float32")] for phase in gpt.PHASES}
-    assert modes == {
-        TRAINING: ["", EAGER] * 3, gpt.PREFILL: ["", EAGER] * 2, "decode-1": [""] * 4, "decode-8": [""] * 4
-    }  # fmt: skip
 
 
 def test_the_unfused_model_is_the_papers_formula_and_gives_the_fused_models_logits(monkeypatch):

@@ -1,4 +1,4 @@
-"""Ten minutes of a GPU: which steps run, resume and are stopped, what they teach, and the folder that is carried."""
+"""Ten minutes of a GPU: which steps run, resume and are stopped, and the folder that is carried."""
 
 import contextlib
 import os
@@ -15,7 +15,6 @@ from processes import still_there
 from runs.bench import attention, deit, gpt, parts
 from runs.gpu import __main__ as program
 from runs.gpu import carry
-from runs.gpu.carry import Problem
 from runs.gpu.steps import Step, all_steps
 from sources import ROOT
 from trainkit_gka import cli
@@ -84,23 +83,6 @@ def test_what_outlives_its_time_is_stopped_and_what_saves_continues(call, tmp_pa
     assert "finished after" in call(saves, left=4)[0]
 
 
-def test_what_rows_teach():
-    def row(candidate, role, ms, status="ok", **metrics):
-        config = dict(case="vit", phase="forward", group="a", candidate=candidate, role=role)
-        return {"config": config, "metrics": dict(status=status, reason="why", median_ms=ms, **metrics)}
-
-    rows = [
-        row("softmax flash", "baseline", 3.0),
-        row("softmax cudnn", "baseline", 2.0),
-        row("gka", "ours", 1.0, mfu=0.5),
-    ]
-    rows += [row("gka x", "variant", None, "wrong"), {"config": {"model_tag": "d12"}, "metrics": {"val_bpb": 1.25}}]
-    cells = {which: (what, numbers) for what, which, numbers in program.learned(rows)}
-    assert cells.pop("d12") == ("bits per byte", "1.2500")
-    timed = {"softmax cudnn": "2 ms, 1.00x", "gka": "1 ms, 2.00x, MFU 50%", "gka x": "wrong: why"}
-    assert cells == {which: ("vit forward", numbers) for which, numbers in timed.items()}
-
-
 def test_every_command_of_a_gpu_is_understood():
     configs = {
         attention: attention.AttentionConfig,
@@ -135,10 +117,6 @@ def test_the_carried_folder_brings_packages_and_the_same_rows(packed, tmp_path, 
     assert before == after
     carry.install(tmp_path / "carried", tmp_path / "site")
     assert list((tmp_path / "site").glob("carried_thing*"))
-    monkeypatch.setattr(carry, "MOST_CARRIED", 0)
-    with pytest.raises(Problem, match=r"rows\.tar\.xz"):
-        carry.pack(tmp_path / "large", rows, "3.12")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["carried", "rows", "site"]
 
 
 @pytest.mark.parametrize("only", [["--only", "operator-preset", "gpt-parts"], pytest.param([], marks=pytest.mark.slow)])

@@ -84,28 +84,14 @@ TRAIN = f"nanochat_gka.train --data out/packed/fineweb-170-32768-2048 {PLACES} -
 MEET = "trainkit_gka.torchrun --nnodes 2 --rdzv-backend c10d --rdzv-id gka --rdzv-endpoint first:29500"
 
 
-SMALL_VISION = (
-    "--input-size -1 --patch-size -1 --model-kwargs embed_dim=96 depth=6 num_heads=4 spatial_offsets=LRUB --epochs 8 "
-    "--batch-size 128 --lr 0.016 --warmup-epochs 1 --model-ema-decay 0.998 --drop-path 0 --repeated-aug 1 --mixup 0 "
-    "--cutmix 0 --aa= --reprob 0 --scale 0.6 1 --crop-pct 1"
-)
-
-
 @pytest.mark.parametrize(
     "target, settings, command",
     [
-        ("pretrain-d20", dict(NGPU="2", ARGS="--x 'a b'"), "trainkit_gka.torchrun --standalone --nproc-per-node 2 -m "
-         f"-- {TRAIN} 20 --attention gka --target-param-data-ratio 8.25 --x 'a b'"),
         ("pretrain-d20-base", dict(NNODES="2", RDZV="first:29500", NGPU="8", RESTARTS="3", DEPTH="12"), f"{MEET} "
          f"--max-restarts 3 --nproc-per-node 8 -m -- {TRAIN} 12 --attention softmax --target-param-data-ratio 10.5"),
-        ("train-deit-ti", dict(DATA="my images"), f"deit_gka.train --data 'my images' {PLACES} "
-         "--model deit_tiny_gka_patch16_224"),
         ("train-deit-b-base", dict(DATA="x", MODEL="resnet18"), f"deit_gka.train --data x {PLACES} --model resnet18"),
-        ("train-small", dict(DATA="hf:me/my cats/", NGPU=""), f"deit_gka.train --data 'hf:me/my cats/' {PLACES} "
-         f"--model deit_tiny_gka_patch16_224 --model-tag 'small-my cats' {SMALL_VISION}"),
         ("eval-core", dict(BUNDLE="a b", RUN="x"), "nanochat_gka.eval_core --out out/core --bundle 'a b' --run x"),
         ("export", dict(RUN="my runs/d4/"), "nanochat_gka.export --run 'my runs/d4/' --out 'my runs/d4-export'"),
-        ("demo", dict(NGPU="2", DEPTH="6"), "runs.demo --out out/demo --ranks 2 --depth 6 --wandb disabled"),
     ],
 )  # fmt: skip
 def test_a_target_runs_its_command(tree, target, settings, command):
@@ -241,6 +227,8 @@ def test_settings_reach_the_commands_as_they_are(tree):
     assert sample == ["nanochat_gka.generate", "--run", run, f"--prompt={odd}", "--stream", "--also", "a  b", "c d"]
     assert {f"{tree.folder}/my out", run, "my cat.jpg", f"--text={odd}"} < set(report)
     assert {run, f"{tree.folder}/my out/results.jsonl"} < set(evaluate)
+    small = tree.lines("train-small", DATA="hf:me/my cats/")[-1]
+    assert small[small.index("--model-tag") + 1] == "small-my cats"
     assert tree.make("sample", PROMPT="").returncode == 0  # as if it were not given
     assert "--prompt=The" in tree.calls()[-1]
 

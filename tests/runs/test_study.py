@@ -1,55 +1,38 @@
-"""The study: cells with real trainings that are recorded, skipped, stopped and refused; keys of recorded rows."""
+"""The study: a cell with a real training, keys and costs of the recorded rows, intervals worked out by hand."""
 
 import json
-import os
-import shutil
-import signal
-import threading
-import time
+import math
 from pathlib import Path
 
+import pandas as pd
 import pytest
 import tyro
+from scipy import stats
 
+from bench_lines import write_lines
 from deit_gka.train import TrainConfig as ImageTrainer
 from nanochat_gka.train import TrainConfig as TextTrainer
-from processes import HANG_AFTER
-from runs.study import analyse, train
+from runs.study import analyse
+from runs.study.analyse import CONTROL, FLOPS, PRESET, TIME, Study, chosen_rows, intervals
 from runs.study.train import FORMS, IMAGE_FORMS, Runner, TrainConfig, image_training, text_training, text_trainings
 from trainkit_gka.cli import UserError
-from trainkit_gka.files import locked
-from trainkit_gka.progress import read_events, read_lines
-from trainkit_gka.signals import Stopped
+from trainkit_gka.progress import read_lines
 
 RESULTS = Path(__file__).parents[2] / "runs/results/study"
 STEPS = 20
 
 
-@pytest.fixture(autouse=True, scope="module")
-def saved_often():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(train, "SAVE_EVERY", 2048)
-        yield
-
-
-def runner(packed, folder, **flags):
-    """Of one cell with one layer; flags: of the command."""
+def runner(packed, folder):
+    """Of one cell with one layer."""
     config = dict(data=packed / "packed", results=folder, runs=folder / "runs", forms=["GKA"], depths=[1], seeds=[0])
-    config |= dict(tokens=[2048 * STEPS], device_type="cpu", at_once=1, **flags)
+    config |= dict(tokens=[2048 * STEPS], device_type="cpu", at_once=1)
     config = TrainConfig(**config)
     return Runner(config, *text_trainings(config))
 
 
-@pytest.fixture(scope="module")
-def trained(packed, tmp_path_factory):
-    """The folder of a finished cell."""
-    folder = tmp_path_factory.mktemp("study")
-    runner(packed, folder).run()
-    return folder
-
-
-def test_a_finished_cell_is_one_row_with_all_that_was_measured(packed, trained):
-    one = runner(packed, trained)
+def test_a_finished_cell_is_one_row_beside_rows_of_the_same_data(packed, tmp_path, capsys):
+    one = runner(packed, tmp_path)
+    one.run()
     [training], [row] = one.jobs, read_lines(one.results)
     assert row["key"] == training.key and row["form"] == "GKA" and row["chosen"] and row["kind"] == "study"
     assert {"commit", "hardware", "date", "torch", "data"} <= row.keys() and row["trial"]["rate"] == 1.0
@@ -60,47 +43,11 @@ def test_a_finished_cell_is_one_row_with_all_that_was_measured(packed, trained):
     assert not one.remaining()
     one.run()
     assert len(read_lines(one.results)) == 1
-
-
-def test_the_rows_of_a_folder_are_printed_as_tables(trained, capsys):
-    analyse.main(analyse.AnalyseConfig(results=trained))
+    analyse.main(analyse.AnalyseConfig(results=tmp_path))
     assert "\ncorpus:\n" in capsys.readouterr().out
-
-
-def test_a_refused_cell_is_a_row_too_and_is_tried_again_on_request(packed, tmp_path):
-    one = runner(packed, tmp_path, flags="--no-such-flag 1")
-    one.run()
-    assert not one.remaining()
-    [row] = read_lines(one.results)
-    assert row["kind"] == "study-failed" and row["exit_code"] == 2 and row["form"] == "GKA"
-    assert not runner(packed, tmp_path, flags="--no-such-flag 1").remaining()
-    assert runner(packed, tmp_path, flags="--no-such-flag 1", retry_failed=True).remaining()
-    other = runner(packed, tmp_path)
-    assert other.remaining()  # further flags are another cell
-    with locked(other.jobs[0].folder, "training in"):  # another process trains it
-        assert other._look() and not other.running
-
-
-def test_a_stopped_cell_continues_to_the_same_result(packed, trained, tmp_path):
-    one = runner(packed, tmp_path)
-    log = one.jobs[0].folder / "log.jsonl"
-
-    def stop():
-        end = time.monotonic() + HANG_AFTER
-        while time.monotonic() < end and len(read_events(log, "train")) < 3:
-            time.sleep(0.005)
-        os.kill(os.getpid(), signal.SIGTERM)
-
-    thread = threading.Thread(target=stop)
-    thread.start()
-    with pytest.raises(Stopped):
-        one.run()
-    thread.join()
-    assert not one.results.exists()
-    again = runner(packed, tmp_path)
-    again.run()
-    losses = [read_lines(one.results)[0]["metrics"]["val_bpb"] for one in (again, runner(packed, trained))]
-    assert losses[0] == losses[1]
+    one.results.write_text(one.results.read_text().replace('"sequence_len": 32', '"sequence_len": 16'))
+    with pytest.raises(UserError, match="--results"):
+        runner(packed, tmp_path)
 
 
 def test_recorded_cells_keep_their_keys_and_flops():
@@ -136,17 +83,65 @@ def test_the_trainers_read_the_flags_of_every_cell():
             assert config.epochs * 390 == training.steps and config.seed == 1
 
 
-def test_rows_of_another_text_of_the_same_name_are_refused_before_training(packed, trained, tmp_path):
-    results = runner(packed, tmp_path).results
-    shutil.copy(runner(packed, trained).results, results)
-    assert not runner(packed, tmp_path).remaining()
-    results.write_text(results.read_text().replace('"sequence_len": 32', '"sequence_len": 16'))
-    with pytest.raises(UserError, match="--results"):
-        runner(packed, tmp_path)
+# Tables
 
 
-def test_mistakes_are_named(packed):
-    with pytest.raises(UserError, match="--forms x"):
-        text_trainings(TrainConfig(data=packed / "packed", forms=["x"]))
-    with pytest.raises(UserError, match="no packed rows"):
-        text_trainings(TrainConfig(data=packed / "nowhere"))
+def row(form, place, seed, loss, cost=1.0, **changed):
+    depth, tokens = place
+    trial = {"depth": depth, "tokens": tokens, "seed": seed, "rate": 1.0}
+    metrics = {"val_bpb": loss, "parameters": 10, "flops_per_token": 1, "train_flops": cost, "sigma": {}}
+    about = {"kind": "study", "date": "2026-11-22 12:00", "commit": "abc1234", "hardware": "a CPU", "torch": "2.14"}
+    key = f"{form} {place} {seed}"
+    return {**about, "key": key, "trial": trial, "metrics": metrics, "data": 1, "form": form, "chosen": True, **changed}
+
+
+def test_intervals_are_pooled_over_places():
+    """Three seeds at each of two places: variances 1 and 4 on four degrees of freedom."""
+    computed = intervals({"a": pd.Series([1.0, 2.0, 3.0]), "b": pd.Series([0.0, 2.0, 4.0]), "one": pd.Series([7.0])})
+    half = stats.t.ppf(0.975, 4) * math.sqrt((1 + 4) / 2)
+    for place, mean, seeds in (("a", 2.0, 3), ("b", 2.0, 3), ("one", 7.0, 1)):
+        one = computed[place]
+        assert (one.value, one.seeds) == (mean, seeds) and one.high == pytest.approx(mean + half / math.sqrt(seeds))
+    alone = intervals({"a": pd.Series([1.0, 2.0, 3.0])})["a"]
+    assert math.isnan(alone.low) and alone.text("+.1f") == "+2.0"
+
+
+def test_at_equal_flops_the_baselines_best_is_read_from_a_parabola():
+    """Losses of the baseline with two layers are quadratic in the logarithm of FLOPs; four layers are better there."""
+    budgets = [(2, tokens, math.log(cost), cost) for tokens, cost in ((2**20, 1.0), (2**21, 2.0), (2**22, 8.0))]
+    curve = [row(CONTROL, (2, t), seed, 3 - x + 0.1 * x * x, c) for _, t, x, c in budgets for seed in (0, 1)]
+    better = [row(CONTROL, (4, 2**20), seed, 1.0 + seed / 10, 5.0) for seed in (0, 1)]
+    ours = [row("GKA", (2, 2**21), seed, 2.0 + seed / 10, 4.0) for seed in (0, 1)]
+    x = math.log(4.0)
+    read = Study([*curve, *ours], {}).difference("GKA", CONTROL, (2, 2**21), FLOPS)
+    assert list(read) == pytest.approx([2.0 - (3 - x + 0.1 * x * x) + seed / 10 for seed in (0, 1)])
+    cheap = [{**one, "metrics": {**one["metrics"], "train_flops": 3.0}} for one in better]
+    study = Study([*curve, *ours, *cheap], {2: {"GKA": 1.0, CONTROL: 2.0}})
+    assert list(study.difference("GKA", CONTROL, (2, 2**21), FLOPS)) == pytest.approx([1.0, 1.0])
+    dearer = Study([*curve, *ours, *better], {}).difference("GKA", CONTROL, (2, 2**21), FLOPS)
+    assert list(dearer) == pytest.approx(list(read))
+    far = [row("GKA", (2, 2**21), seed, 2.0, 100.0) for seed in (0, 1)]
+    assert Study([*curve, *far], {}).difference("GKA", CONTROL, (2, 2**21), FLOPS).empty
+    assert study.cost("GKA", (2, 2**21), TIME) == 2**21 and math.isnan(study.cost("softmax", (2, 2**21), TIME))
+
+
+def test_the_last_row_of_a_key_counts_and_rows_of_two_texts_are_refused(tmp_path):
+    path, place = tmp_path / "text.jsonl", (2, 2**20)
+    rows = [row("GKA", place, 0, 2.0), row("GKA", place, 0, 1.9), row("GKA", place, 2, 1.0, chosen=False)]
+    old = {name: value for name, value in row("x", place, 3, 1.8).items() if name not in ("form", "chosen")}
+    write_lines(path, *rows, old)
+    write_lines(tmp_path / "chosen.jsonl", {"key": old["key"], "form": "softmax", "rate": 1.0, "settled": True})
+    computed = [(one["form"], one["metrics"]["val_bpb"]) for one in chosen_rows(path, "val_bpb")]
+    assert computed == [("softmax", 1.8), ("GKA", 1.9)]
+    write_lines(path, row("GKA", place, 1, 9.0, data=2), *rows, old)
+    with pytest.raises(UserError, match=r"text\.jsonl has rows of 2 sets of data"):
+        chosen_rows(path, "val_bpb")
+
+
+def test_counts_are_of_places_with_several_seeds():
+    places = [(2, 2**20), (2, 2**21), (4, 2**20)]
+    baseline = [row(CONTROL, place, seed, 2.0 + 0.01 * seed) for place in places for seed in range(3)]
+    shifts = {places[0]: (-1.0, -1.1, -0.9), places[1]: (0.1, -0.1, 0.0), places[2]: (1.0, 1.1, 0.9)}
+    ours = [row(PRESET, p, s, 2.0 + 0.01 * s + shifts[p][s]) for p in places for s in range(3)]
+    [of_tokens, *_] = analyse.counts(Study([*baseline, *ours], {})).rows
+    assert of_tokens == [CONTROL, "equal tokens", "1", "1", "1"]
