@@ -17,7 +17,7 @@ from typing import Annotated, Any, Literal
 from nanochat_gka.core_metric.bundle import Task, read_tasks
 from nanochat_gka.core_metric.fetch import BundleFlags
 from nanochat_gka.core_metric.huggingface import load_hugging_face
-from nanochat_gka.core_metric.report import Score, aggregate, score_of, show, write_csv
+from nanochat_gka.core_metric.report import Score, aggregate, score_of, show
 from nanochat_gka.core_metric.scoring import BATCH_TOKENS, TaskScorer
 from nanochat_gka.model.checkpoints import load
 from trainkit_gka.cli import Bounds, CountOrAll, UserError, run
@@ -33,8 +33,7 @@ HUGGING_FACE_SHARE = 4  # of BATCH_TOKENS: their models compute the logits of al
 class CoreConfig(BundleFlags):
     """Score a trained model on CORE and print the table beside published figures.
 
-    Writes OUT/<model>_step<step>.csv and .jsonl (OUT/<model>.* for --hf-path). The CSV has every task scored so far;
-    with --max-per-task or --max-seq-len it is one of its own, with _max<n> or _len<n> in its name.
+    Writes OUT/<model>_step<step>.jsonl (OUT/<model>.jsonl for --hf-path), a line for every task and for the mean.
     """
 
     run: Path = Path("out/runs/d20-gka")
@@ -50,9 +49,6 @@ class CoreConfig(BundleFlags):
     """Examples of each task; -1 = all. It also changes which examples serve as shots, as in nanochat."""
     out: Path = Path("out/core")
     """Folder for results."""
-    max_seq_len: Annotated[int, Bounds(2, other=(-1, "no limit"))] = -1
-    """Keep the last so many tokens of longer prompts; -1 = all that the model's positions allow (ours: 10 x its
-    context), as in nanochat."""
     batch_tokens: Annotated[int, Bounds(0)] = 0
     """Tokens of all prompts of a forward pass; 0 = 65536 on CUDA, 4096 on a CPU. It changes the speed alone."""
     device_type: Literal["auto", "cuda", "cpu"] = "auto"
@@ -91,9 +87,8 @@ def evaluate(config: CoreConfig, runtime: Runtime) -> list[str]:
     run, hf_path, device = config.run, config.hf_path, runtime.device
     loaded = runtime.agree(lambda: load_hugging_face(hf_path, device) if hf_path else load(run, config.step, device))
     bundle = config.open_on_all(config.out, runtime)
-    every, tasks = runtime.agree(lambda: (read_tasks(bundle), read_tasks(bundle, config.tasks)))
-    limit = loaded.model.rotary.length
-    max_seq_len = min(limit, config.max_seq_len) if config.max_seq_len > 0 else limit
+    tasks = runtime.agree(lambda: read_tasks(bundle, config.tasks))
+    max_seq_len = loaded.model.rotary.length  # ours: 10 times the training length, as in nanochat
     model = {"model": loaded.name, "step": loaded.step, "weights": loaded.sha256}
     limits = {"max_per_task": config.max_per_task, "max_seq_len": max_seq_len}
     label = loaded.name if loaded.step is None else f"{loaded.name}_step{loaded.step:06d}"
@@ -101,7 +96,7 @@ def evaluate(config: CoreConfig, runtime: Runtime) -> list[str]:
     runtime.agree(lambda: check_writable(file.path))
     batch_tokens = config.batch_tokens or BATCH_TOKENS[device.type] // (HUGGING_FACE_SHARE if hf_path else 1)
     scorer = TaskScorer(loaded.model, loaded.tokenizer, runtime, max_seq_len, batch_tokens)
-    known, problems = file.scores(every), []
+    known, problems = file.scores(tasks), []
     runtime.print(f"{label}: {len(tasks)} tasks of {bundle}")
     for number, task in enumerate(tasks, start=1):
         place = f"[{number}/{len(tasks)}] {task.label}"
@@ -120,14 +115,11 @@ def evaluate(config: CoreConfig, runtime: Runtime) -> list[str]:
         runtime.print(f"{place}: accuracy {score.accuracy:.4f}, centred {score.centered:.4f} ({size})")
     scores = [known[task.label] for task in tasks if task.label in known]
     if scores and runtime.is_main:
-        sampled = f"_max{config.max_per_task}" if config.max_per_task > 0 else ""
-        table = config.out / f"{label}{sampled}{f'_len{max_seq_len}' if max_seq_len < limit else ''}.csv"
-        write_csv(table, [known[task.label] for task in every if task.label in known])
         show(scores, label)
         name, value, error = aggregate(scores)
         mean = {"name": name, "centered": value, "standard_error": error}
         file.add("core_mean", {"tasks": [score.label for score in scores]}, mean)
-        console.print(f"{name}: {value:.4f}    {table}, {file.path}", highlight=False, markup=False)
+        console.print(f"{name}: {value:.4f}    {file.path}", highlight=False, markup=False)
     return problems
 
 

@@ -1,10 +1,9 @@
-"""Scores: centring, standard errors, means, the CSV file in nanochat's format, the table beside published figures."""
+"""Scores: centring, standard errors, means, the table beside published figures."""
 
 import dataclasses
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from rich import box
@@ -14,10 +13,8 @@ from rich.table import Table
 
 from nanochat_gka.core_metric import published
 from nanochat_gka.core_metric.published import CORE_SIZES, CORE_TASKS, GPT2_ACCURACY, PAPER_EXAMPLES, PAPER_TASKS
-from trainkit_gka.files import atomic
 from trainkit_gka.progress import console
 
-WIDTHS = (35, 10, 10)  # of the CSV's columns
 SMALLEST_AND_LARGEST = (0, 3)  # of the GPT-2 models
 WIDE = 124  # of the table in a file or a pipe
 CAPTION = (
@@ -75,16 +72,6 @@ def paper_score(label: str, model: int, baseline: float) -> Score:
     examples = min(PAPER_EXAMPLES[model] or CORE_SIZES[label], CORE_SIZES[label])
     accuracy = published.PAPER_CENTERED[label][model] * (1 - baseline / 100) + baseline / 100
     return Score(label, round(accuracy * examples) / examples, baseline, examples)
-
-
-def write_csv(path: Path, scores: Sequence[Score]) -> None:
-    """Task, accuracy and centred score as nanochat writes them; the last row is the mean."""
-    name, value, _ = aggregate(scores)
-    rows = [(score.label, f"{score.accuracy:.6f}", f"{score.centered:.6f}") for score in scores]
-    rows = [("Task", "Accuracy", "Centered"), *rows, (name, "", f"{value:.6f}")]
-    lines = [", ".join(cell.ljust(width) for cell, width in zip(row, WIDTHS)) + "\n" for row in rows]
-    with atomic(path) as temporary:
-        temporary.write_text("".join(lines), encoding="utf-8")
 
 
 def show(scores: Sequence[Score], title: str) -> None:

@@ -12,15 +12,14 @@ FOLDER = "/datasets/karpathy/fineweb-edu-100b-shuffle/resolve/main/"
 class Hub(ThreadingHTTPServer):
     """What hf_hub_download needs of the hub: HEAD with ETag and commit, GET with ranges.
 
-    `trouble[name]` is what happens to the next GETs: "drop", "stall" or "corrupt", or the bytes after which it hangs
-    up. digest: of a file's content, its ETag.
+    `trouble[name]` is what happens to the next GETs: "drop", "stall", "corrupt", or the bytes after which it hangs up.
     """
 
     daemon_threads = True
 
-    def __init__(self, files: dict[str, bytes], digest=hashlib.sha256):
+    def __init__(self, files: dict[str, bytes]):
         super().__init__(("127.0.0.1", 0), HubHandler)
-        self.files, self.digest, self.trouble, self.gets = files, digest, {}, []
+        self.files, self.trouble, self.gets = files, {}, []
         self.stalling = threading.Event()
         threading.Thread(target=self.serve_forever, args=(0.05,), daemon=True).start()
 
@@ -45,7 +44,7 @@ class HubHandler(BaseHTTPRequestHandler):
         content = self.server.files.get(name)
         self.send_response(404 if content is None else 206 if start else 200)
         content = content or b""
-        headers = {"ETag": f'"{self.server.digest(content).hexdigest()}"', "X-Repo-Commit": "a" * 40}
+        headers = {"ETag": f'"{hashlib.sha256(content).hexdigest()}"', "X-Repo-Commit": "a" * 40}
         headers |= {"Accept-Ranges": "bytes", "Content-Length": len(content) - start}
         headers |= {"Content-Range": f"bytes {start}-{len(content) - 1}/{len(content)}"} if start else {}
         for header, value in headers.items():
@@ -61,7 +60,8 @@ class HubHandler(BaseHTTPRequestHandler):
         self.server.gets.append((name, start))
         kind = (self.server.trouble.get(name) or [None]).pop(0)
         if kind == "corrupt":
-            content = content[:-1] + bytes([content[-1] ^ 1])
+            middle = len(content) // 2
+            content = content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :]
         if kind in (None, "corrupt"):
             return self.wfile.write(content[start:])
         self.wfile.write(content[start:][: kind if isinstance(kind, int) else (len(content) - start) // 2])
