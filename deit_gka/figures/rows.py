@@ -5,51 +5,15 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from matplotlib.cm import ScalarMappable
-from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
-from torch import nn
 
-from deit_gka.figures.maps import Tokens, attended_distances, attention_maps, place_name
+from deit_gka.figures.maps import Tokens, attended_distances, place_name
 from deit_gka.figures.sheet import columns, draw_sheets, frame, heads, smooth_map
 from deit_gka.figures.subjects import ImageSubject
-from trainkit_gka import plots
 from trainkit_gka.figures.measures import diagonal_mass, entropy
-from trainkit_gka.figures.sheet import CMAP, bare, coloured, from_zero, logarithmic, scale_below
+from trainkit_gka.figures.sheet import coloured, from_zero, logarithmic, scale_below
 from trainkit_gka.plots import Figure
 
 # The CLS token
-
-
-def draw_cls_attention(models: dict[str, nn.Module], images: torch.Tensor, path: Path, titles: Sequence[str]) -> Path:
-    """Draw the images, and below them a row for every model: CLS attention of its last layer, the mean over heads.
-
-    models: with a class token, by the label of their row. images: normalised, (B, 3, S, S). titles: of the columns. The
-    colour map is that of the paper's supplement, on one scale for all maps. Returns the path.
-    """
-    mean, std = torch.tensor(IMAGENET_DEFAULT_MEAN), torch.tensor(IMAGENET_DEFAULT_STD)
-    maps = {}
-    for label, model in models.items():
-        tokens = Tokens.of(model)
-        weights = attention_maps(model, images)[-1].weights
-        maps[label] = tokens.patches(tokens.read(weights)).mean(1)
-    norm = from_zero(torch.cat([*maps.values()]))
-    pictures = {"image": (images.movedim(1, -1) * std + mean).clamp(0, 1)}
-    for label, of_model in maps.items():
-        pictures[label] = [smooth_map(patches, norm, images.shape[-2:]) for patches in of_model]
-    size = 0.6 + 1.1 * len(images), 1.2 * len(pictures)
-    figure, axes = plots.subplots(len(pictures), len(images), figsize=size, squeeze=False)
-    figure.set_layout_engine("constrained")
-    bare(axes)
-    for row, (label, of_row) in zip(axes, pictures.items()):
-        row[0].set_ylabel(label, fontsize=9)
-        for axis, picture in zip(row, of_row):
-            axis.imshow(picture, interpolation="none")
-    for axis, title in zip(axes[0], titles):
-        axis.set_title(title, fontsize=9)
-    bar = figure.colorbar(ScalarMappable(norm, CMAP), ax=axes[1:], fraction=0.02, pad=0.01)
-    bar.ax.tick_params(labelsize=7)
-    figure.savefig(path, dpi=140)
-    return path
 
 
 def draw_cls_maps(subjects: Sequence[ImageSubject], folder: Path) -> list[Figure]:

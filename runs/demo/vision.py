@@ -9,12 +9,9 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from deit_gka.data.sources import decode, open_source
-from deit_gka.data.transforms import eval_transform
-from deit_gka.figures.rows import draw_cls_attention
-from deit_gka.model.checkpoints import find_checkpoint, load_run
+from deit_gka.data.sources import open_source
+from deit_gka.figures.rows import draw_cls_maps
+from deit_gka.figures.subjects import images_for, of_run, subjects_of
 from deit_gka.model.registry import model_name
 from deit_gka.train import Trainer
 from gka.kinds import KINDS
@@ -102,11 +99,8 @@ def table(records: dict[str, list[dict]], **about: Any) -> Table:
 
 
 def draw_attention(jobs: Jobs, out: Path) -> Path:
-    """Draw what every model's CLS token looks at, on the first image of every digit. Returns the file."""
-    source, transform = open_source("digits", "val"), eval_transform(IMAGE_SIZE, 1.0)
-    first: dict[int, int] = {}
-    for index in range(len(source)):
-        first.setdefault(source.read(index)[1], index)
-    images = torch.stack([transform(decode(source.read(first[digit])[0])) for digit in sorted(first)])
-    models = {label: load_run(find_checkpoint(seeds[0].folder), "ema") for label, seeds in jobs.items()}
-    return draw_cls_attention(models, images, out / "digits_cls_attention.png", titles=source.classes)
+    """Draw what every model's CLS token looks at, in every layer and head, on one digit. Returns the file."""
+    models = [of_run(seeds[0].folder) for seeds in jobs.values()]
+    image = dict(list(images_for(models[0]).items())[:1])
+    [figure] = draw_cls_maps([subject for model in models for subject in subjects_of(model, image)], out)
+    return figure.path
