@@ -7,7 +7,6 @@ import json
 import os
 import secrets
 import shutil
-import socket
 import sys
 from contextlib import contextmanager
 from pathlib import Path
@@ -147,55 +146,20 @@ def remove_stale_temporaries(folder: Path) -> None:
 def locked(folder: Path, doing: str):
     """Lock the folder for this process. Raises UserError if another process has it locked.
 
-    The lock ends with the process, however that ends. On a disk without locks a file, which is printed, names the
-    process instead. doing: for the message, such as "training in".
+    The lock ends with the process, however that ends. On a disk without locks a warning takes its place. doing: for the
+    message, such as "training in".
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    problem, holder = f"another process is {doing} {folder}", None
     with open(folder / ".lock", "ab") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except (BlockingIOError, PermissionError):
+            problem = f"another process is {doing} {folder}"
             raise UserError(f"{problem}; wait for it or choose another folder") from None
         except OSError as error:
             if error.errno not in NO_LOCKS:
                 raise OSError(error.errno, error.strerror, lock.name) from None
-            holder = folder / ".lock-holder.json"
-            print(f"warning: no file locks in {folder} ({error.strerror}); {holder} takes their place", file=sys.stderr)
-        if holder:
-            _hold(holder, problem)
-        try:
-            yield
-        finally:
-            if holder:
-                holder.unlink(missing_ok=True)
-
-
-def _hold(holder: Path, problem: str) -> None:
-    """Write this machine and process into the new file `holder`, or over those of a process here that has ended.
-
-    Raises UserError, which begins with `problem`, for a process that runs or is on another machine.
-    """
-    import psutil
-
-    def began(process: int) -> int:
-        """When a process of this machine began, in seconds; 0 if there is none."""
-        try:
-            return round(psutil.Process(process).create_time())
-        except psutil.NoSuchProcess:
-            return 0
-
-    here = {"machine": socket.gethostname(), "process": os.getpid(), "began": began(os.getpid())}
-    try:
-        with open(holder, "x", encoding="utf-8") as file:
-            json.dump(here, file)
-        return
-    except FileExistsError:
-        before = read_json(holder, "note of the process that holds the folder")
-    process, start = (before.get(key) for key in ("process", "began"))
-    is_here = before.get("machine") == here["machine"] and isinstance(process, int) and isinstance(start, int)
-    if not is_here or abs(began(process) - start) < 2:
-        place = f"process {process} on {before.get('machine')}"
-        raise UserError(f"{problem}: {place}; wait for it, or delete {holder} if it has ended")
-    write_json(holder, here)
+            alone = f"let no other process be {doing} it at a time"
+            print(f"warning: no file locks in {folder} ({error.strerror}); {alone}", file=sys.stderr)
+        yield
