@@ -4,23 +4,28 @@
 ## Settings, as NAME=value
 ##   BASE=out                   folder of all outputs
 ##   CORPUS=fineweb             or builtin, or a file or folder of .txt, .md, .jsonl, .json, .parquet
+##                              (pretrain-small and study: builtin)
 ##   COLUMN=text                the column or field of your own files that is the text
-##   SHARDS=170 VOCAB=32768 SEQ=2048   FineWeb-Edu's shards (100 MB each), the tokenizer's tokens, tokens of a row
-##   DEPTH=20                   layers of a language model (the demo has 4)
+##   SHARDS=170                 number of FineWeb-Edu shards to download (100 MB each)
+##   VOCAB=32768                tokens in the vocabulary (pretrain-small and study: 4096)
+##   SEQ=2048                   tokens in a row (pretrain-small and study: 512)
+##   DEPTH=20                   layers of a language model (demo and pretrain-small: 4)
 ##   NGPU=number                processes; default: one for each visible GPU
-##   NNODES=1 RDZV=host:port    machines of NGPU processes, and where they meet
-##   RESTARTS=0                 how often a crashed training is started again
-##   RUN=folder                 evaluated, sampled or exported; default: BASE/runs/dDEPTH-gka (figures: the demo's)
+##   NNODES=1 RDZV=host:port    number of machines with NGPU processes each, and the address where they meet
+##   RESTARTS=0                 how many times a crashed training is restarted
+##   RUN=folder                 the run to evaluate, sample, export or draw; default: BASE/runs/dDEPTH-gka, for -base
+##                              targets BASE/runs/dDEPTH-softmax, for figures the demo's runs
 ##   DATA=folder                images in train/ and val/; or hf:NAME, hf-stream:NAME, wds:FOLDER, digits, cifar10
-##   MODEL=name                 any timm name, in place of the target's own
-##   IMAGE=file TEXT='...'      what figures and report draw
-##   PROMPT='The'               what sample continues
-##   BUNDLE=folder              CORE's data, or its zip file, in place of a download
-##   WANDB_MODE=disabled        or offline, online
-##   ARGS='flags'               for the commands of the targets that are named; --dry-run shows what a training would be
-##   PYTHON=python3             makes .venv
-##   ENV_PYTHON=python          an environment of your own, used as it is: .venv is not made, nothing is installed
-##   NANOCHAT_SRC, DEIT_SRC     sources that vendor takes in place of a download
+##   MODEL=name                 any model of timm, in place of the target's default
+##   IMAGE=file TEXT='...'      the image and the text that figures and report draw
+##   PROMPT='The'               the text that sample continues
+##   BUNDLE=folder              CORE's data, as a folder or a zip file, in place of a download
+##   WANDB_MODE=disabled        Weights & Biases: disabled, offline or online
+##   ARGS='flags'               extra flags for the commands of the targets you name; --dry-run prints the steps, disk
+##                              space and hours of a training
+##   PYTHON=python3             the interpreter that creates .venv
+##   ENV_PYTHON=python          the interpreter of your own environment: no .venv is created, nothing is installed
+##   NANOCHAT_SRC, DEIT_SRC     local sources that vendor uses in place of a download
 
 SETTINGS := BASE CORPUS COLUMN SHARDS VOCAB SEQ DEPTH NGPU NNODES RDZV RESTARTS RUN MODEL DATA IMAGE TEXT ARGS \
             PROMPT BUNDLE WANDB_MODE PYTHON ENV_PYTHON NANOCHAT_SRC DEIT_SRC
@@ -113,7 +118,7 @@ MAKEFLAGS += --no-builtin-rules
 help:  ## list targets and settings
 	@sed -n -e 's/^## //p' -e 's/^\([a-z][a-z0-9 -]*\):.*  ## \(.*\)/  \1\t\2/p' Makefile | expand -t 27
 
-setup: $(ENV)  ## create .venv; the other targets do it by themselves
+setup: $(ENV)  ## create .venv; other targets do it when it is missing
 	@$(if $(ENV_PYTHON),echo 'error: install in your own environment: $(PY) -m pip install -e ".[dev]"' >&2; exit 2)
 
 .venv/.installed: requirements.txt pyproject.toml
@@ -130,13 +135,13 @@ demo: $(ENV)  ## train small models, GKA beside softmax, in about 5 minutes on a
 	$(PY) -m runs.demo --out '$(BASE)/demo' $(if $(filter NGPU,$(CHOSEN)),--ranks $(RANKS)) \
 	  $(if $(filter DEPTH,$(CHOSEN)),--depth $(DEPTH)) --wandb $(WANDB_MODE) $(FLAGS)
 
-test: $(ENV)  ## the tests that need no GPU and no network
+test: $(ENV)  ## run the tests that need no GPU and no network
 	$(PY) -m pytest -n auto --dist loadfile $(FLAGS)
 
-test-gpu: $(ENV)  ## the tests that need a GPU
+test-gpu: $(ENV)  ## run the tests that need a GPU
 	$(PY) -m pytest -m gpu $(FLAGS)
 
-lint: $(ENV)  ## ruff and mypy
+lint: $(ENV)  ## run ruff and mypy
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
@@ -146,13 +151,13 @@ check:
 	@$(PYTHON) -m runs.check $(GOALS)
 
 ## Language models
-data: check $(ENV)  ## the documents of CORPUS
+data: check $(ENV)  ## prepare the documents of CORPUS
 	$(PY) -m nanochat_gka.corpus --source '$(CORPUS)' --out '$(DOCUMENTS)' $(FETCH) $(FLAGS)
 
-tokenizer: check $(ENV) $(if $(DRY_RUN),,data)  ## their tokenizer
+tokenizer: check $(ENV) $(if $(DRY_RUN),,data)  ## train a tokenizer on these documents
 	$(PY) -m nanochat_gka.tokenizer --corpus '$(DOCUMENTS)' --vocab-size $(VOCAB) --out '$(TOKENIZER)' $(FLAGS)
 
-tokenize: check $(ENV) $(if $(DRY_RUN),,tokenizer)  ## their rows of SEQ tokens
+tokenize: check $(ENV) $(if $(DRY_RUN),,tokenizer)  ## pack these documents into rows of SEQ tokens
 	$(PY) -m nanochat_gka.pack --corpus '$(DOCUMENTS)' --tokenizer '$(TOKENIZER)' --sequence-len $(SEQ) \
 	  $(if $(UNSPLIT),--split-documents no) --out '$(PACKED)' $(FLAGS)
 
@@ -160,14 +165,14 @@ tokenize: check $(ENV) $(if $(DRY_RUN),,tokenizer)  ## their rows of SEQ tokens
 # Trains:    378,798,320 parameters on 2,778,726,400 tokens of FineWeb-Edu, 2,650 steps, 6.709e18 FLOPs
 # Hours:     3.2 on 7 RTX 5090, an estimate from FLOPs alone, at 40 % of 209.5 TFLOP/s each; not measured
 # Expected:  validation 0.819080 bits per byte, training 0.818256; mean of six CORE tasks 0.2286; not run here yet
-pretrain-d20: check $(ENV) $(ROWS)  ## the paper's GKA run: depth 20, 2.8e9 tokens
+pretrain-d20: check $(ENV) $(ROWS)  ## train the paper's GKA: depth 20, 2.8e9 tokens
 	$(TRAIN_GPT) --attention gka --target-param-data-ratio 8.25 $(FLAGS)
 
 # The paper's softmax baseline. Its budget is not GKA's: 10.5 tokens for each scaling parameter, GKA has 8.25.
 # Trains:    896,535,720 parameters on 4,568,645,632 tokens of FineWeb-Edu, 4,357 steps, 1.373e19 FLOPs
 # Hours:     6.5 on 7 RTX 5090, an estimate as above
 # Expected:  validation 0.7884 bits per byte, training 0.7800; mean of six CORE tasks 0.2418; not run here yet
-pretrain-d20-base: check $(ENV) $(ROWS)  ## the paper's softmax baseline: depth 20, 4.6e9 tokens
+pretrain-d20-base: check $(ENV) $(ROWS)  ## train the paper's softmax baseline: depth 20, 4.6e9 tokens
 	$(TRAIN_GPT) --attention softmax --target-param-data-ratio 10.5 $(FLAGS)
 
 # The preset at the paper's FLOPs. It is not the paper's form: it has head offsets, values that are not rotated, a
@@ -177,7 +182,7 @@ pretrain-d20-base: check $(ENV) $(ROWS)  ## the paper's softmax baseline: depth 
 # Hours:     3.2 on 7 RTX 5090, an estimate as above
 # Expected:  fewer bits per byte than the paper's form, by runs/study/README.md; not run here yet
 # Then:      make eval-bpb eval-core RUN=out/runs/d20-preset
-pretrain-d20-best: check $(ENV) $(ROWS)  ## the preset of GKA at the same FLOPs
+pretrain-d20-best: check $(ENV) $(ROWS)  ## train the preset: depth 20, as many FLOPs as the paper's GKA
 	$(TRAIN_GPT) --target-param-data-ratio 8.25 $(PRESET) $(FLAGS)
 
 # The preset with four layers, as the study trains it. The rates are nanochat's own at 2,048 tokens a step,
@@ -186,28 +191,28 @@ pretrain-d20-best: check $(ENV) $(ROWS)  ## the preset of GKA at the same FLOPs
 # Minutes:   3 on two cores of a server, in float32
 # Expected:  1.73 bits per byte on the study's text; 1.55 with ARGS="--num-iterations 2048"
 # Then:      make sample RUN=out/runs/d4-preset
-pretrain-small: check $(ENV) $(ROWS)  ## the same with 4 layers, in minutes on a CPU (CORPUS=folder)
+pretrain-small: check $(ENV) $(ROWS)  ## train the preset with 4 layers, in minutes on a CPU (CORPUS=folder)
 	$(TRAIN_GPT) $(PRESET) --head-dim 64 --window-pattern L --num-iterations 512 --total-batch-size 2048 \
 	  --lr-batch-size 2048 --eval-every 128 --eval-tokens 131072 --save-every 128 $(FLAGS)
 
 # A run is evaluated on the rows that it was trained on, unless others are named.
 NAMED_ROWS = $(if $(filter CORPUS SHARDS VOCAB SEQ,$(CHOSEN)),--data '$(PACKED)')
 EVALUATED  = $(if $(filter %-base,$@),$(BASE_RUN),$(GKA_RUN))
-eval-bpb:  ## bits per byte and samples of a GKA run (-base: softmax)
+eval-bpb:  ## compute bits per byte of a GKA run and generate samples (-base: of a softmax run)
 eval-bpb eval-bpb-base: check $(ENV)
 	$(LAUNCH) nanochat_gka.evaluate --results '$(BASE)/results.jsonl' $(NAMED_ROWS) --run '$(EVALUATED)' $(FLAGS)
 
 # Table 7 (six tasks of DCLM's 22, centred): ARGS="--tasks paper" scores these alone. The data, 162 MB, is fetched once.
 # Expected:  mean of the six 0.2418 for the baseline, all examples; 0.2286 for GKA, 200 of each task; not run here yet
-eval-core:  ## DCLM's CORE of a GKA run (-base: softmax)
+eval-core:  ## score a GKA run on DCLM's CORE tasks (-base: a softmax run)
 eval-core eval-core-base: check $(ENV)
 	$(LAUNCH) nanochat_gka.eval_core --out '$(BASE)/core' $(if $(BUNDLE),--bundle '$(BUNDLE)') \
 	  --run '$(EVALUATED)' $(FLAGS)
 
-sample: $(ENV)  ## text from a run
+sample: $(ENV)  ## generate text with a run
 	$(PY) -m nanochat_gka.generate --run '$(GKA_RUN)' --prompt="$$PROMPT" --stream $(FLAGS)
 
-export: $(ENV)  ## a run as a folder, RUN-export, that transformers loads
+export: $(ENV)  ## write a run as a folder that transformers loads, RUN-export
 	$(PY) -m nanochat_gka.export --run '$(GKA_RUN)' --out '$(GKA_RUN:/=)-export' $(FLAGS)
 
 ## Vision models
@@ -224,7 +229,7 @@ train-deit-s train-deit-s-base train-deit-s-vlt:      VIT_SIZE = small
 train-deit-b train-deit-b-base train-deit-b-vlt:      VIT_SIZE = base
 train-deit-ti train-deit-s train-deit-b:              VIT_KIND = _gka
 train-deit-ti-vlt train-deit-s-vlt train-deit-b-vlt:  VIT_KIND = _vlt
-train-deit-ti:  ## GKA on DATA (-s, -b: larger; -ti-base: softmax; -ti-vlt: VLT)
+train-deit-ti:  ## train GKA-Ti on DATA; also -s and -b, and with -base (softmax) or -vlt (no W_V) after each
 $(addprefix train-deit-,ti s b ti-base s-base b-base ti-vlt s-vlt b-vlt): check $(ENV)
 	$(TRAIN_VIT) --model $(or $(MODEL),deit_$(VIT_SIZE)$(VIT_KIND)_patch16_224) $(FLAGS)
 
@@ -235,13 +240,13 @@ $(addprefix train-deit-,ti s b ti-base s-base b-base ti-vlt s-vlt b-vlt): check 
 # Expected:  67.1 % top-1 of the averaged weights, the study's mean of five seeds
 # Then:      make eval-deit RUN=out/runs/small-cifar10
 SMALL_RUN = small-$(subst |,$(SPACE),$(notdir $(abspath $(subst :,/,$(subst $(SPACE),|,$(DATA))))))
-train-small: check $(ENV)  ## a small GKA on DATA, in minutes an epoch on a CPU (DATA=folder, hf:NAME, cifar10)
+train-small: check $(ENV)  ## train a small GKA on DATA, in minutes an epoch on a CPU (DATA=folder, hf:NAME, cifar10)
 	$(TRAIN_VIT) --model $(or $(MODEL),deit_tiny_gka_patch16_224) --model-tag '$(SMALL_RUN)' --input-size -1 \
 	  --patch-size -1 --model-kwargs embed_dim=96 depth=6 num_heads=4 spatial_offsets=LRUB --epochs 8 \
 	  --batch-size 128 --lr 0.016 --warmup-epochs 1 --model-ema-decay 0.998 --drop-path 0 --repeated-aug 1 \
 	  --mixup 0 --cutmix 0 --aa= --reprob 0 --scale 0.6 1 --crop-pct 1 $(FLAGS)
 
-eval-deit: check $(ENV)  ## top-1 and top-5 of a run on its own images, or DATA
+eval-deit: check $(ENV)  ## compute top-1 and top-5 of a run on its validation images, or on DATA
 	$(LAUNCH) deit_gka.evaluate --run '$(or $(RUN),$(BASE)/runs/$(or $(MODEL),deit_tiny_gka_patch16_224))' \
 	  $(if $(DATA),--data '$(DATA)') --results '$(BASE)/results.jsonl' $(FLAGS)
 
@@ -249,7 +254,7 @@ eval-deit: check $(ENV)  ## top-1 and top-5 of a run on its own images, or DATA
 # Hours:     about 24 on 7 RTX 5090 of 32 GB, an estimate: 4.6 softmax and as much VLT, 7.8 GKA, 7 the hybrid
 # Expected:  top-1 72.2 softmax (Q K V O), 73.5 VLT (Q K O), 71.54 GKA (O); not run here yet
 # The last model is ours: GKA in three layers of four and softmax in the fourth, which the paper leaves to later work.
-ablate-projections: check $(ENV)  ## the paper's ablation: every kind and a hybrid at size Ti
+ablate-projections: check $(ENV)  ## train softmax, VLT, GKA and a hybrid at size Ti: the paper's ablation
 	$(TRAIN_VIT) --model deit_tiny_patch16_224 $(FLAGS)
 	$(TRAIN_VIT) --model deit_tiny_vlt_patch16_224 $(FLAGS)
 	$(TRAIN_VIT) --model deit_tiny_gka_patch16_224 $(FLAGS)
@@ -264,7 +269,7 @@ bench: $(ENV)  ## time attention, DeiT and GPT, on the GPU or else the CPU
 	$(PY) -m runs.bench.report $(FLAGS)
 
 # Elsewhere: make gpu ENV_PYTHON=python3, or python3 -m runs.gpu, in a copy of this tree (runs/README.md).
-gpu: $(ENV)  ## what a GPU has to tell in ten minutes (ARGS=--dry-run lists it)
+gpu: $(ENV)  ## measure a GPU in ten minutes: kernels, training steps, models (ARGS=--dry-run lists the steps)
 	$(PY) -m runs.gpu --base '$(BASE)' $(FLAGS)
 
 # Which figures there are to draw: of the model that RUN, MODEL, IMAGE or TEXT names, else of the demo's of both kinds.
@@ -274,37 +279,37 @@ DEMO    = vision $(if $(wildcard $(subst $(SPACE),\ ,$(BASE))/demo/runs/d*-gka-p
 DRAWN   = $(if $(RUN),$(if $(IS_TEXT),language,vision),$(if $(MODEL)$(IMAGE),vision,$(if $(TEXT),language,$(DEMO))))
 PICTURE = $(if $(IMAGE),--image '$(IMAGE)') $(if $(TEXT),--text="$$TEXT")
 WHOSE   = --demo '$(BASE)/demo' $(if $(RUN),--run '$(RUN)') $(if $(MODEL),--model $(MODEL)) $(PICTURE)
-figures: $(ENV)  ## the paper's figures of RUN, MODEL or the demo (IMAGE=file, TEXT=...)
+figures: $(ENV)  ## draw the paper's figures for RUN, MODEL or the demo (IMAGE=file, TEXT=...)
 	$(if $(filter vision,$(DRAWN)),$(PY) -m deit_gka.draw --out '$(BASE)/figures' $(WHOSE) $(FLAGS))
 	$(if $(filter language,$(DRAWN)),$(PY) -m nanochat_gka.draw --out '$(BASE)/figures' $(WHOSE) $(FLAGS))
 
-tables: $(ENV)  ## the paper's tables beside ours
+tables: $(ENV)  ## print the paper's tables beside ours
 	$(PY) -m runs.tables --base '$(BASE)' $(FLAGS)
 
-claims:  ## the paper's claims, each with a verdict and its evidence
+claims:  ## print the paper's claims, each with a verdict and its evidence
 	@cat docs/claims.md
 
-report: $(ENV)  ## all of it in one HTML page (RUN=folder, else all of BASE)
+report: $(ENV)  ## write runs, tables, curves and pictures as one HTML page (RUN=folder, else all runs of BASE)
 	$(PY) -m runs.report --base '$(BASE)' $(if $(RUN),--run '$(RUN)') $(PICTURE) $(FLAGS)
 
-study: check $(ENV) $(ROWS)  ## train what is left of the study (ARGS=--list shows it)
+study: check $(ENV) $(ROWS)  ## train the study's remaining runs (ARGS=--list shows them)
 	$(PY) -m runs.study.train --data '$(PACKED)' --runs '$(BASE)/study' --results '$(BASE)/study' $(FLAGS)
 
 PAGES = *.md docs gka nanochat_gka deit_gka trainkit_gka runs patches tests CITATION.cff LICENSE Makefile
-site: $(ENV)  ## these pages as a site with search, in out/site
+site: $(ENV)  ## build these pages as a site with search, in out/site
 	rm -rf out/site-source && mkdir -p out/site-source
 	git ls-files -z -- $(PAGES) | xargs -0 cp --parents --target-directory out/site-source
 	$(PY) -m mkdocs build --strict $(FLAGS)
 
 ## Patches for upstream nanochat and DeiT
-vendor:  ## clone both into vendor/
+vendor:  ## clone nanochat and DeiT into vendor/
 	$(PYTHON) patches/apply.py vendor
 
-diff: vendor  ## put GKA into the clones and show the difference
+diff: vendor  ## apply the patches to the clones and show the difference
 	$(PYTHON) patches/apply.py apply
 	$(PYTHON) patches/apply.py diff
 
-unpatch:  ## take GKA out of the clones
+unpatch:  ## remove the patches from the clones
 	$(PYTHON) patches/apply.py reverse
 
 .venv/.patches: patches/requirements.txt .venv/.installed
