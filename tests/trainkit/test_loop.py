@@ -253,14 +253,6 @@ def test_nonfinite_numbers_end_the_run(config):
         launch(config, rate=1e10)
 
 
-def test_other_settings_are_refused_by_flag(config):
-    launch(config, stop_after=4)
-    with tiny.one_line_error("^--rate is 2.0 but the run in .*/run has 1.0"):
-        launch(config, rate=2.0)
-    launch(config, save_every=1, keep=9, log_every=5, eval_every=-1)
-    assert events(config, "start") == [0, 4] and events(config, "eval") == [0, 12]
-
-
 @pytest.mark.parametrize("key", [{}, {"WANDB_API_KEY": "no key"}])
 def test_wandb_without_a_good_key_is_one_line(config, key, tmp_path):
     place = dict(check=False, folder=tmp_path / "output", env={**processes.without_account(tmp_path), **key})
