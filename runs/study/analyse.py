@@ -269,7 +269,7 @@ def smallest(study: Study) -> Table:
         difference = study.over(form, "softmax", SMALLEST, spec="+.4f")
         rows.append([form, study.loss(form, SMALLEST), rate_of(cell), str(len(cell)), difference, *counts])
     return Table.of(
-        ["", "validation bits per byte", "rate", "seeds", "over softmax", "parameters", "FLOPs/token"], rows
+        ["", "validation bits per byte", "rate", "seeds", "minus softmax", "parameters", "FLOPs/token"], rows
     )
 
 
@@ -300,7 +300,7 @@ def differences(study: Study) -> Table:
         if any(study.interval(form, baseline, place) for place in common):
             seeds = " / ".join(study.seeds(form, baseline, place) for place in common)
             rows.append([form, baseline, *(study.over(form, baseline, place) for place in common), seeds])
-    return Table.of(["", "over", *(f"depth {place[0]}" for place in common), "seeds"], rows, words=2)
+    return Table.of(["", "minus", *(f"depth {place[0]}" for place in common), "seeds"], rows, words=2)
 
 
 def differences_longer(study: Study) -> Table:
@@ -312,7 +312,7 @@ def differences_longer(study: Study) -> Table:
         for place in (place for place in places if study.interval(form, baseline, place)):
             ways = [study.over(form, baseline, place, axis) for axis in AXES]
             rows.append([form, baseline, name_of(place), *ways, study.seeds(form, baseline, place)])
-    return Table.of(["", "over", "layers and tokens", *AXES, "seeds"], rows, words=3)
+    return Table.of(["", "minus", "layers and tokens", *AXES, "seeds"], rows, words=3)
 
 
 def longest(study: Study) -> Table:
@@ -355,8 +355,19 @@ def preset(study: Study) -> Table:
     """The preset over softmax, with ever more of what the preset has."""
     baselines = [form for form in ("softmax", CONTROL, RIVAL) if any(compared(study, PRESET, form))]
     return Table.of(
-        ["the preset over", *HEADINGS], [[plain_name(form), *compared(study, PRESET, form)] for form in baselines]
+        ["the preset minus", *HEADINGS], [[plain_name(form), *compared(study, PRESET, form)] for form in baselines]
     )
+
+
+def without_ve(study: Study) -> Table:
+    """Forms without value embeddings, as a model has them that takes the layer."""
+    ours, place = "GKA + offsets + channels + gates", COMPARED[0]
+    rows = [
+        [form, study.loss(form, place), study.over(form, ours, place)]
+        for form in ("softmax without VE", "softmax + offsets without VE", ours)
+        if study.has(form, place) and study.has(ours, place)
+    ]
+    return Table.of([f"without value embeddings, {name_of(place)}", "bits per byte", "minus the last row"], rows)
 
 
 def counts(study: Study) -> Table:
@@ -369,7 +380,7 @@ def counts(study: Study) -> Table:
         behind = sum(one.low > 0 for one in known)
         if known:
             rows.append([baseline, axis, *map(str, (ahead, len(known) - ahead - behind, behind))])
-    return Table.of(["the preset over", "at", "ahead", "neither", "behind"], rows, words=2)
+    return Table.of(["the preset compared with", "at", "ahead", "neither", "behind"], rows, words=2)
 
 
 # Images
@@ -410,7 +421,7 @@ def images(folder: Path) -> list[Table]:
                 cells_of_form += [f"{cell.images_per_second.median():,.0f}", learned]
             rows.append(cells_of_form)
         judged = f"to test, rates by {held_out:,} that those of training hold out" if held_out else "held out"
-        headings = ["", "top-1 %", "rate", "seeds", "over softmax", "over GKA", "parameters", "MFLOPs/image"]
+        headings = ["", "top-1 %", "rate", "seeds", "minus softmax", "minus GKA", "parameters", "MFLOPs/image"]
         headings += ["images/s", "learned σ"] if held_out else []
         provisional = "Rates marked * are provisional: not every rate that must be tried has been."
         notes = [] if all(cell.settled.all() for cell in cells.values()) else [provisional]
@@ -430,7 +441,7 @@ def images_summary(folder: Path) -> list[Table]:
             other = form.replace("GKA", "softmax") if form == best else "softmax"
             ends = [f"{cells[one].ema_top1.mean():.2f}" if one in cells else NOT_RUN for one in (form, other)]
             rows.append([name, form, other, *ends, over_images(cells, form, other), str(len(cells[form]))])
-    headings = ["images", "form", "over", "top-1 %", "softmax's", "difference, points", "seeds"]
+    headings = ["images", "form", "compared with", "top-1 %", "its top-1 %", "difference, points", "seeds"]
     return [Table.of(headings, rows, words=3)]
 
 
@@ -470,6 +481,7 @@ TABLES: dict[str, Callable[[Path], list[Table]]] = {
     "counts": of_every_text(counts, titled=False),
     "forms": lambda folder: [forms(study) for path, study in texts(folder).items() if path.stem == PUBLIC],
     "preset": of_every_text(preset, titled=False),
+    "without-ve": of_every_text(without_ve, titled=False),
     "images": images,
     "images-summary": images_summary,
     "sources": sources,
@@ -496,7 +508,7 @@ NAMES = {  # for people
     "GGGGGA": "hybrid (GGGGGA)",
     "GGGA + offsets": "hybrid (GGGA) + offsets",
     PRESET: "GKA, the preset",
-    RIVAL: "softmax + the same\nas the preset",
+    RIVAL: "softmax with the\npreset's additions",
     MEAN: "a mean of all earlier tokens",
 }
 LOSS = "validation bits per byte"
