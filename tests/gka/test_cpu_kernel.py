@@ -127,10 +127,14 @@ def test_a_bandwidth_outside_the_clamp_has_no_gradient(dtype, length):
 
 
 @VALUES
-def test_eps_is_applied_exactly(dtype, with_values):
-    """One as large as a row sum, so that leaving it out or adding it twice shows, in gradients too."""
-    for mask in (Mask(), Mask(causal=True, window=5)):
-        problem = Problem.seeded("normal", (1, 63, 2, 32), dtype, with_values=with_values, mask=mask, eps=3.0)
+@pytest.mark.parametrize("count", [1, 4])
+def test_eps_is_applied_exactly(threads, dtype, count, with_values):
+    """One as large as a row sum, so that leaving it out or adding it twice shows, in gradients too: M of a query then
+    adds up to eps g.y times the mean exponent, also in parts of heads.
+    """
+    threads(count)
+    for mask in (Mask(), Mask(causal=True, window=40)):
+        problem = Problem.seeded("clusters", (1, 331, 2, 24), dtype, with_values=with_values, mask=mask, eps=3.0)
         testing.check(partial(route(mask), eps=3.0), problem)
 
 

@@ -118,8 +118,6 @@ def test_vmap_is_a_loop_and_other_transforms_go_to_sdpa():
     leaf = x.clone().requires_grad_()
     torch.testing.assert_close(got, torch.autograd.grad(energy(leaf), leaf)[0], rtol=1e-4, atol=1e-4)
     assert names == ["sdpa", "cpu"]
-    with torch.autograd.forward_ad.dual_level(), pytest.raises(ValueError, match="does not serve forward_mode"):
-        attend(torch.autograd.forward_ad.make_dual(x, x), log_sigma)
 
 
 def test_the_operators_names_change_with_what_they_take_and_give_back():

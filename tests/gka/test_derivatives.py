@@ -204,16 +204,6 @@ def test_training_with_the_reference_takes_matrices_and_nothing_larger():
     assert x.grad.abs().max() > 0
 
 
-def test_the_kernel_has_the_operators_layout():
-    """As many tokens as heads: no shape can tell the two layouts apart, so the numbers do."""
-    x, log_sigma = torch.randn(2, 3, 3, 4), torch.tensor([0.0, 0.5, 1.0])
-    want = torch.empty(2, 3, 3, 3)
-    for batch, head, i, j in product(range(2), *[range(3)] * 3):
-        squared = (x[batch, i, head] - x[batch, j, head]).square().sum()
-        want[batch, head, i, j] = -squared / (2 * (2 * log_sigma[head]).exp())
-    torch.testing.assert_close(log_kernel(x, x, log_sigma), want)
-
-
 def test_distances_do_not_cancel():
     """Tokens a millionth apart, a thousand from the origin: the distance has all its digits."""
     a = torch.full((1, 4), 1024.0) + torch.tensor([[0.0], [2.0**-13], [0.0]])

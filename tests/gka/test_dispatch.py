@@ -126,13 +126,3 @@ def test_options_of_decoding_are_served_or_refused_by_name(impl):
             assert why_not(impl, request) == f"{impl} does not serve {', '.join(requested)}"
         got, want = (decode_attention(features(), sigma(), cache, **options, impl=i) for i in (impl, "reference"))
         torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.parametrize("change,limit", [
-    (dict(tokens=17), "for at most 16 queries only"),
-    (dict(dtype=torch.float16), "in float32 or bfloat16 only"),
-])  # fmt: skip
-def test_the_cpu_kernel_says_what_it_decodes(change, limit):
-    x, cache = features(**change), features(**{**change, "tokens": 20})
-    request = gaussian_request(x, sigma(), cache, None, Options(causal=True, cache_lengths=[20]))
-    assert why_not("cpu", request) == f"the CPU kernel serves cache_lengths {limit}"

@@ -16,7 +16,7 @@ import pytest
 import triton
 
 import kernel_resources
-from kernel_resources import GOLDEN, VERSION, Resources, header, shipped
+from kernel_resources import GOLDEN, VERSION, header, shipped
 
 
 def compiled(*flags):
@@ -49,17 +49,3 @@ def test_every_shipped_configuration_fits_its_device():
         return
     got = compiled()
     assert got[1:] == golden[1:] or not golden[0].startswith(VERSION)
-
-
-FITS = dict(registers=255, stack=0, shared=1000, instructions={"HMMA": 8, "LDGSTS": 4})
-BROKEN = [  # what differs, and what is said of it
-    (dict(), []),
-    (dict(shared=200_000), ["needs 200000 bytes of shared memory, the device has 166912"]),
-    (dict(instructions={"LDGSTS": 4}), ["has no HMMA: no tensor cores"]),
-    (dict(instructions={"HMMA": 8}), ["has no LDGSTS: copies are not asynchronous"]),
-]
-
-
-@pytest.mark.parametrize("change,reasons", BROKEN, ids=str)
-def test_a_configuration_that_breaks_a_limit_is_named(change, reasons):
-    assert Resources(**{**FITS, **change}).broken(shipped()[0]) == reasons
