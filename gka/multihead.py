@@ -46,8 +46,6 @@ class GaussianMultiheadAttention(GaussianKernelAttention):
         rotary: float | Tables | bool = False,
         **options: Any,
     ) -> None:
-        if embed_dim < 1 or num_heads < 1 or embed_dim % num_heads:
-            raise ValueError(f"num_heads must divide embed_dim, got {embed_dim=} and {num_heads=}")
         additions = dict(rotary=rotary, **options)
         super().__init__(embed_dim, num_heads, preset=preset, bias=bias, sigma_squared=sigma_squared, **additions)
         self.embed_dim, self.batch_first = embed_dim, batch_first
