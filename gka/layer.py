@@ -112,9 +112,11 @@ class GaussianKernelAttention(nn.Module):
         )  # fmt: skip
         settings = settings_of(preset, self.head_dim, given)
         self.sigma_squared, self.head_norm = settings["sigma_squared"], settings["head_norm"]
+        self.channel_bandwidths, self.head_gates = settings["channel_bandwidths"], settings["head_gates"]
+        self.value_embeddings = value_embeddings
         self.causal, self.window, self.impl = causal, window, impl
         self.log_sigma = nn.Parameter(initial_log_sigma(num_heads, self.sigma_squared))
-        self.log_scale = nn.Parameter(torch.zeros(dim)) if settings["channel_bandwidths"] else None
+        self.log_scale = nn.Parameter(torch.zeros(dim)) if self.channel_bandwidths else None
         self.head_offsets = settings["head_offsets"]
         self.pairing = build_offsets(self.head_offsets, num_heads)
         if (letters := len(self.head_offsets)) > num_heads:
@@ -128,7 +130,7 @@ class GaussianKernelAttention(nn.Module):
             self.spatial_offsets = spatial_pattern(self.spatial_offsets, num_heads)
             self._check_is_no_row(causal)
         self.proj = nn.Linear(dim, dim, bias=settings["bias"])
-        self.head_gate = nn.Linear(dim, num_heads, bias=False) if settings["head_gates"] else None
+        self.head_gate = nn.Linear(dim, num_heads, bias=False) if self.head_gates else None
         self.ve_gate = nn.Linear(min(GATE_CHANNELS, dim), num_heads, bias=False) if value_embeddings else None
         self._clear_gates()
 
@@ -300,18 +302,6 @@ class GaussianKernelAttention(nn.Module):
         return select_impl(
             x, keys=keys, causal=self.causal, window=self.window, constant_norm=self.head_norm, impl=self.impl
         )
-
-    @property
-    def channel_bandwidths(self) -> bool:
-        return self.log_scale is not None
-
-    @property
-    def head_gates(self) -> bool:
-        return self.head_gate is not None
-
-    @property
-    def value_embeddings(self) -> bool:
-        return self.ve_gate is not None
 
     def extra_repr(self) -> str:
         names = ["num_heads", "head_dim", "causal", "window", "head_norm"]

@@ -26,15 +26,15 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-DELAYS = {"N": (0, 0), "P": (0, 1), "S": (1, 0)}  # of a head's keys and of its values, in tokens
+DELAYS = {"N": (0, 0), "P": (0, 1), "S": (1, 0)}  # of a head's keys and of its values, in tokens, one at most
 NEIGHBOURS = {"N": (0, 0), "L": (0, -1), "R": (0, 1), "U": (-1, 0), "B": (1, 0), "D": (-1, -1)}  # rows, columns
 
 
 class HeadOffsets(nn.Module):
-    """Keys or values of whole heads some tokens later.
+    """Keys or values of whole heads a token later.
 
-    key_delays, value_delays: by how many tokens each head is late, (H,). reach: the most of them. moves_keys: whether
-    a slot's key is not its token's.
+    key_delays, value_delays: by how many tokens each head is late, 0 or 1, (H,). reach: the most of them. moves_keys:
+    whether a slot's key is not its token's.
     """
 
     def __init__(self, letters: str, num_heads: int):
@@ -57,25 +57,18 @@ class HeadOffsets(nn.Module):
 
 @torch.fx.wrap  # one node: it assigns to slices
 def later(x: torch.Tensor, delays: Sequence[int], period: int, starts: torch.Tensor | None = None) -> torch.Tensor:
-    """Every head as late as it is, (B, n, H, D); token 0 fills the places before, or the first of the document."""
+    """Heads with a delay one token later, (B, n, H, D); the first token of all, or of a document, stays."""
     if not any(delays):
         return x
     moved = x.clone()
-    if starts is not None:
-        is_first = (starts == torch.arange(starts.shape[0], device=starts.device))[:, None, None]
-        for first, tokens in enumerate(delays[:period]):
+    for first, is_late in enumerate(delays[:period]):
+        if is_late:
             heads = slice(first, None, period)
-            for _ in range(tokens):
-                late = moved[:, :, heads]
-                moved[:, :, heads] = torch.where(is_first, late, late.roll(1, dims=1))
+            moved[:, 1:, heads] = x[:, :-1, heads]
+    if starts is None:
         return moved
-    for first, tokens in enumerate(delays[:period]):
-        heads = slice(first, None, period)
-        if tokens > 1:
-            moved[:, 1:tokens, heads] = x[:, :1, heads]
-        if tokens:
-            moved[:, tokens:, heads] = x[:, :-tokens, heads]
-    return moved
+    is_first = starts == torch.arange(starts.shape[0], device=starts.device)
+    return torch.where(is_first[:, None, None], x, moved)
 
 
 def head_offsets(letters: str, num_heads: int) -> HeadOffsets | None:
