@@ -1,14 +1,12 @@
-"""The Triton kernels as torch operators and as an implementation: registration, refusals, the table of tile sizes."""
-
-import itertools
+"""The Triton kernels as torch operators and as an implementation: registration and refusals."""
 
 import pytest
 import torch
 
 from gka import gaussian_attention
-from gka.impl.triton.configs import TABLES, generation
+from gka.impl.triton.configs import generation
 from gka.testing import make_log_sigma
-from operator_cases import DEVICE, KERNELS, features
+from operator_cases import DEVICE, features
 
 pytestmark = pytest.mark.filterwarnings("ignore:(divide by zero|invalid value|overflow) encountered:RuntimeWarning")
 
@@ -41,14 +39,3 @@ def test_an_older_gpu_is_refused(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
     with pytest.raises(RuntimeError, match=r"compute capability 8\.0 or newer, cuda has 7\.5; use impl='sdpa'"):
         generation.__wrapped__(torch.device("cuda"))
-
-
-def test_every_table_has_every_entry():
-    """But for triangular's and symmetric's, which others stand in for."""
-    for name, table in TABLES.items():
-        needed = set(itertools.product(set(KERNELS) - {"triangular", "symmetric"}, (32, 64, 128), (2, 4)))
-        assert needed <= set(table.entries), name
-        for key, config in table.entries.items():
-            assert all(n >= 16 and n & (n - 1) == 0 for n in config[:2]), key
-            assert config.warps in (1, 2, 4, 8) and config.stages >= 1, key
-            assert name != "sm_90" or config.rows < 64 or config.rows >= 16 * config.warps, key  # a warpgroup's product
