@@ -16,8 +16,7 @@ from trainkit_gka.files import read_json, write_json
 FORMAT = 1
 TRAIN_FIRST = "train_first"  # a third split: the beginning of the training text, packed again for evaluation
 MANIFEST = "manifest.json"
-FIELDS = {"sequence_len", "tokenizer_sha256", "source", "shards"}  # of a manifest that are read
-SHARD_FIELDS = {"name", "split", "sha256", "rows", "upstream_rows", "documents", "tokens"}  # and of a shard's record
+FIELDS = {"sequence_len": int, "tokenizer_sha256": str, "source": list, "shards": list}  # of a manifest
 PLAN = "plan.json"
 
 
@@ -32,9 +31,24 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     manifest = read_json(path, "manifest")
     if (format := manifest.get("format")) != FORMAT:
         raise UserError(f"{folder} has format {format}, this version reads {FORMAT}")
-    if not (manifest.keys() >= FIELDS and all(shard.keys() >= SHARD_FIELDS for shard in manifest["shards"])):
-        raise UserError(f"{path} is damaged: a field is missing")
+    shards, is_split = manifest.get("shards"), splits_documents(manifest)
+    fits = has_fields(manifest, FIELDS) and type(is_split) is bool
+    fits = fits and all(has_fields(shard, shard_fields(is_split)) for shard in shards)
+    if not fits or not {*SPLITS} <= {shard["split"] for shard in shards if shard["rows"]} <= {*SPLITS, TRAIN_FIRST}:
+        raise UserError(f"{path} is damaged: a field is missing, or is not of its type")
     return manifest
+
+
+def shard_fields(split_documents: bool) -> dict[str, type]:
+    """The fields of a shard's record that are read, and their types."""
+    counts = ("rows", "upstream_rows", "documents", "tokens", *["pieces"] * split_documents)
+    return {"name": str, "split": str, "sha256": str, **dict.fromkeys(counts, int)}
+
+
+def has_fields(value: Any, fields: dict[str, type]) -> bool:
+    """Whether a value of JSON is an object with these fields, of these types; counts are not negative."""
+    items = [(value.get(name), kind) for name, kind in fields.items()] if isinstance(value, dict) else [(None, int)]
+    return all(type(item) is kind and (kind is not int or item >= 0) for item, kind in items)
 
 
 def find_damage(folder: Path, manifest: dict) -> str | None:

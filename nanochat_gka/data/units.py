@@ -21,7 +21,7 @@ import numpy as np
 
 from nanochat_gka.data.corpora import ParquetCorpus, document_batches, open_parquet
 from nanochat_gka.data.packing import best_fit_rows
-from nanochat_gka.data.shards import SHARD_FIELDS, TRAIN_FIRST
+from nanochat_gka.data.shards import TRAIN_FIRST, has_fields, shard_fields
 from nanochat_gka.data.tokenizer import Tokenizer
 from trainkit_gka.cli import UserError
 from trainkit_gka.files import atomic, read_json, sha256, write_json
@@ -131,15 +131,17 @@ def pack_unit(unit: Unit, job: PackJob, tokenizer: Tokenizer) -> dict[str, Any]:
     return record
 
 
-def read_record(unit: Unit, out: Path) -> dict[str, Any] | None:
+def read_record(unit: Unit, out: Path, split_documents: bool) -> dict[str, Any] | None:
     """The record of a unit of which `out` holds all rows, or None if the unit has to be packed."""
     rows = out / f"{unit.name}.bin"
     try:
         record = read_json(out / f"{unit.name}.json", "unit record")
     except UserError:
         return None
-    is_whole = record.keys() >= SHARD_FIELDS and unit.note().items() <= record.items() and rows.exists()
-    return record if is_whole and sha256(rows) == record["sha256"] else None
+    matches = (
+        has_fields(record, shard_fields(split_documents)) and unit.note().items() <= record.items() and rows.exists()
+    )
+    return record if matches and sha256(rows) == record["sha256"] else None
 
 
 def pack_units(units: list[Unit], job: PackJob, workers: int) -> tuple[list[dict[str, Any]], float | None]:
@@ -197,6 +199,6 @@ def _start_worker(job: PackJob) -> None:
 def _pack(unit: Unit) -> tuple[dict[str, Any], bool]:
     """The unit's record, and whether it had to be packed."""
     job = _worker["job"]
-    if record := read_record(unit, job.out):
+    if record := read_record(unit, job.out, job.split_documents):
         return record, False
     return pack_unit(unit, **_worker), True

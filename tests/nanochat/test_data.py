@@ -64,13 +64,15 @@ OF_SHARD = ["name", "split", "rows", "sha256", "documents", "tokens", "upstream_
 
 
 @pytest.mark.parametrize("field", OF_MANIFEST + OF_SHARD)
-def test_a_field_that_is_missing_leads_to_packing_again(packed, tmp_path, field):
+def test_a_field_that_is_missing_or_ill_typed_leads_to_packing_again(packed, tmp_path, field):
     folder = shutil.copytree(packed / "packed", tmp_path / "packed")
-    content = json.loads((packed / "packed/manifest.json").read_text())
-    del (content if field in OF_MANIFEST else content["shards"][-1])[field]
-    (folder / "manifest.json").write_text(json.dumps(content))
-    with tiny.one_line_error(REPAIR):
-        PackedData(folder)
+    for wrong in (None, 1e999, -1, {}, "../x"):
+        content = json.loads((packed / "packed/manifest.json").read_text())
+        part = content if field in OF_MANIFEST else content["shards"][-1]
+        part |= {field: wrong}
+        (folder / "manifest.json").write_text(json.dumps(content))
+        with tiny.one_line_error(REPAIR):
+            PackedData(folder)
 
 
 def test_rows_of_several_shards_follow_each_other_and_targets_are_shifted_by_one(packed, tmp_path):
