@@ -27,7 +27,7 @@ from deit_gka.data.batch import ImageBatch
 from deit_gka.data.workers import BatchLoader
 from deit_gka.model.attention import operators_of
 from deit_gka.model.checkpoints import build, find_model
-from deit_gka.model.warm_start import check_same, fingerprint, warm_start, warnings_of
+from deit_gka.model.warm_start import check_same, warm_start, warnings_of
 from deit_gka.training.compiled import compiled_by_blocks, has_blocks
 from deit_gka.training.config import TrainConfig
 from deit_gka.training.distillation import Objective, load_teacher
@@ -36,7 +36,7 @@ from deit_gka.training.images import BrokenList, Fetch, Meter, RunImages, best, 
 from deit_gka.training.optim import load_state_tensors, make_average, make_optimizer, make_schedule, state_tensors
 from gka import bandwidth_warnings
 from trainkit_gka import cli, compiling, hardware
-from trainkit_gka.checkpoint import Checkpoint
+from trainkit_gka.checkpoint import Checkpoint, fingerprint
 from trainkit_gka.cli import UserError
 from trainkit_gka.distributed import Runtime, Stop
 from trainkit_gka.loop import launch

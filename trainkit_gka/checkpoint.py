@@ -7,6 +7,7 @@ A checkpoint is a folder `step_00001234` with
 """
 
 import errno
+import hashlib
 import json
 import os
 import re
@@ -85,6 +86,16 @@ def write_tensors(tensors: Tensors, path: Path, metadata: dict[str, str] | None 
     """Write a safetensors file with the permissions of any new file."""
     with usual_mode(path):
         save_file({key: value.detach().contiguous().cpu() for key, value in tensors.items()}, path, metadata)
+
+
+def fingerprint(tensors: Tensors) -> str:
+    """A hash of the names, shapes, dtypes and values, whichever file holds them."""
+    digest = hashlib.sha256()
+    for name in sorted(tensors):
+        value = tensors[name].detach().cpu().contiguous()
+        digest.update(f"{name} {tuple(value.shape)} {value.dtype} ".encode())
+        digest.update(value.flatten().view(torch.uint8).numpy().data)
+    return digest.hexdigest()
 
 
 def file_bytes(tensors: Tensors) -> int:

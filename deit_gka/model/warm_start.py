@@ -6,7 +6,6 @@ All other tensors are left at their initialisation, and named.
 """
 
 import contextlib
-import hashlib
 import math
 import re
 from collections import Counter
@@ -20,9 +19,9 @@ from torch import nn
 
 from deit_gka.model.checkpoints import SavedModel, find_model
 from deit_gka.recipe import Recipe
+from trainkit_gka.checkpoint import Tensors, fingerprint
 from trainkit_gka.cli import UserError
 
-Tensors = dict[str, torch.Tensor]
 FLAG = "--initial-weights"
 LEAST_SHARE = 0.5  # of the parameters outside the head
 
@@ -65,16 +64,6 @@ def warnings_of(start: SavedModel, source: str, classes: Sequence[str], recipe: 
             flag = " ".join([f"--{name}", *(f"{value:g}" for value in theirs)])
             warnings.append(f"{source} saw images with another {name} than this run's {ours}; {flag} keeps it")
     return warnings
-
-
-def fingerprint(weights: Tensors) -> str:
-    """A hash of the names, shapes and values, whichever file holds them."""
-    digest = hashlib.sha256()
-    for name in sorted(weights):
-        value = weights[name].detach().cpu().contiguous()
-        digest.update(f"{name} {tuple(value.shape)} {value.dtype} ".encode())
-        digest.update(value.flatten().view(torch.uint8).numpy().data)
-    return digest.hexdigest()
 
 
 def check_same(source: str, saved: dict[str, str] | None, folder: Path) -> None:

@@ -17,6 +17,7 @@ import torch
 from nanochat_gka.core_metric.prompt_tree import PromptTree
 from nanochat_gka.model.checkpoints import Loaded
 from trainkit_gka import extras
+from trainkit_gka.checkpoint import fingerprint
 from trainkit_gka.cli import PassingFault, UserError
 
 BOS_TOKENS = ("<|bos|>", "<|endoftext|>")  # the first that a vocabulary has
@@ -88,14 +89,6 @@ def load_hugging_face(path: str, device: torch.device) -> Loaded:
     encode = functools.partial(tokenizer.encode, add_special_tokens=False, verbose=False)
     name = Path(path).resolve().name if Path(path).is_dir() else path.replace("/", "-")
     encoder = SimpleNamespace(bos_id=beginnings[0], encode=encode)
-    digest = _digest(model, vocabulary)
+    identity = f"{sorted(vocabulary.items())} {fingerprint(model.state_dict())}"
+    digest = hashlib.sha256(identity.encode()).hexdigest()
     return Loaded(causal, encoder, name, step=None, sha256=digest, training={})
-
-
-def _digest(model, vocabulary: dict[str, int]) -> str:
-    """Identity of weights and vocabulary, whatever files they came from."""
-    digest = hashlib.sha256(repr(sorted(vocabulary.items())).encode())
-    for name, tensor in sorted(model.state_dict().items()):
-        digest.update(name.encode())
-        digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
-    return digest.hexdigest()

@@ -19,10 +19,11 @@ from deit_gka import train as training
 from deit_gka.data.sources import decode
 from deit_gka.data.transforms import eval_transform
 from deit_gka.model.checkpoints import export, find_checkpoint, find_model
-from deit_gka.model.warm_start import FLAG, fingerprint, warm_start, warnings_of
+from deit_gka.model.warm_start import FLAG, warm_start, warnings_of
 from deit_gka.recipe import Recipe
 from deit_gka.training.config import TrainConfig
 from tiny import one_line_error
+from trainkit_gka.checkpoint import fingerprint
 from vision_runs import GKA, KNOWS_DIGITS, SOFTMAX, VLT, Code, digit_flags, evaluated, micro, newest, train_digits
 from vision_runs import train as train_on
 
