@@ -8,7 +8,6 @@ A checkpoint is a folder `step_00001234` with
 
 import errno
 import hashlib
-import json
 import os
 import re
 import shutil
@@ -96,12 +95,6 @@ def fingerprint(tensors: Tensors) -> str:
         digest.update(f"{name} {tuple(value.shape)} {value.dtype} ".encode())
         digest.update(value.flatten().view(torch.uint8).numpy().data)
     return digest.hexdigest()
-
-
-def file_bytes(tensors: Tensors) -> int:
-    """The size of the file that `write_tensors` makes of `tensors`, up to some bytes of its header."""
-    header = {name: {"dtype": "F32", "shape": [*t.shape], "data_offsets": [10**9] * 2} for name, t in tensors.items()}
-    return sum(tensor.nbytes for tensor in tensors.values()) + len(json.dumps(header, separators=(",", ":")))
 
 
 def load_newest(folder: Path, warn=print) -> Checkpoint | None:

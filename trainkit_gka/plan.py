@@ -1,14 +1,10 @@
 """--dry-run: prints the settings of a training, and its steps, disk space and hours."""
 
-import json
 import shutil
 from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any
 
-import torch
-
-from trainkit_gka.checkpoint import file_bytes
 from trainkit_gka.cli import flag_of
 from trainkit_gka.hardware import peak_flops
 from trainkit_gka.progress import LOG, read_events
@@ -31,16 +27,12 @@ def show_plan(trainer: Trainer, checked: dict[str, str]) -> None:
 
 
 def checkpoint_sizes(trainer: Trainer) -> dict[str, int]:
-    """The bytes of a checkpoint on disk: of each file of tensors, and of its other files together. A collective."""
-    contents = trainer.contents()
-    if not contents.tensors.get("optimizer", True):  # torch's AdamW makes its state at the first step
-        for name, weight in trainer.model.named_parameters():
-            state = {"step": torch.zeros(()), "exp_avg": weight, "exp_avg_sq": weight}
-            contents.tensors["optimizer"] |= {f"{key}/{name}": value for key, value in state.items()}
-    about = {"train_config": trainer.config.identity(), "progress": trainer.state, **contents.about}
-    other_files = sum(path.stat().st_size for path in contents.files.values())
-    other_files += len(json.dumps(about, indent=1, default=str))
-    return {**{name: file_bytes(group) for name, group in contents.tensors.items()}, "other files": other_files}
+    """The bytes of a checkpoint's tensors, by file; its other files are small. A collective."""
+    tensors = trainer.contents().tensors
+    sizes = {name: sum(tensor.nbytes for tensor in group.values()) for name, group in tensors.items()}
+    if sizes.get("optimizer") == 0:  # torch's AdamW makes its state, two moments, at the first step
+        sizes["optimizer"] = 2 * sum(parameter.nbytes for parameter in trainer.model.parameters())
+    return sizes
 
 
 def plan(trainer: Trainer, sizes: dict[str, int]) -> dict[str, Any]:
