@@ -2,17 +2,19 @@
 
     python -m nanochat_gka.generate --run out/runs/d20-gka --prompt "The for statement" --stream
     python -m nanochat_gka.generate --run out/runs/d20-gka --prompts-file prompts.txt --num-samples 4 > texts.jsonl
+    python -m nanochat_gka.generate --run out/runs/d20-gka --interactive
 
 Text goes to standard output: the prompt, then its continuation; with --prompts-file a JSON line per prompt. Messages
 go to standard error.
 """
 
 import codecs
+import itertools
 import json
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -39,6 +41,8 @@ class GenerateConfig(Sampling):
     prompts_file: Path | None = None
     """File with one prompt a line, in place of --prompt: plain text, or JSON strings (which may hold line breaks);
     - is standard input. Lines that cannot be continued are named, the others written, and the exit code is 2."""
+    interactive: bool = False
+    """Ask for prompts at the terminal, and stream."""
     stream: bool = False
     """Show each token as it comes, one continuation at a time."""
     stop: list[str] = field(default_factory=list)
@@ -86,6 +90,21 @@ def write_stream(engine: Engine, prompts: list[str], config: GenerateConfig) -> 
     return count
 
 
+def ask(engine: Engine, config: GenerateConfig) -> None:
+    """Continue what is typed until the input ends; the same prompt gets another continuation the next time."""
+    say("type the beginning of a text and press Enter (an empty line begins a document); Ctrl-D leaves")
+    for turn in itertools.count():
+        try:
+            prompt = input("> " if sys.stdin.isatty() else "")
+            write_stream(engine, [prompt], replace(config, seed=(config.seed + turn) % 2**63))
+        except EOFError:
+            return
+        except UnicodeDecodeError:
+            say("error: that is not UTF-8 text")
+        except UserError as error:
+            say(f"error: {error}")
+
+
 def write_all(engine: Engine, prompts: list[str], config: GenerateConfig) -> int:
     """Write each prompt's continuations as soon as it and those before it are done. Returns the number of tokens."""
     texts = [[""] * config.num_samples for _ in prompts]
@@ -116,14 +135,17 @@ def say(message: str) -> None:
 
 
 def main(config: GenerateConfig) -> None:
-    if config.prompts_file and config.stream:
-        raise UserError("--prompts-file writes a JSON line per prompt: leave --stream out")
+    if config.prompts_file and (config.stream or config.interactive):
+        raise UserError("--prompts-file writes a JSON line per prompt: leave --stream and --interactive out")
     if not config.prompt:
         raise UserError("--prompt needs a text; an empty text, '', begins a document")
     loaded = load(config.run, config.step, setup(config.device_type).device)
     shape = loaded.model.config
     say(f"{loaded.name}: {shape.attention}, depth {shape.n_layer}, step {loaded.step:,}")
-    engine = Engine(loaded.model, loaded.tokenizer, 1 if config.stream else config.max_rows, config.keep_keys or None)
+    max_rows = 1 if config.stream or config.interactive else config.max_rows
+    engine = Engine(loaded.model, loaded.tokenizer, max_rows, config.keep_keys or None)
+    if config.interactive:
+        return ask(engine, config)
     file = config.prompts_file
     prompts, problems = read_prompts(file, engine.tokens) if file else (config.prompt, [])
     for problem in problems:

@@ -1,6 +1,7 @@
 """Drawing text from a model: prompts and samples, truncation, stop texts; and from the command line."""
 
 import dataclasses
+import io
 import json
 import math
 import random
@@ -147,8 +148,26 @@ def test_prompts_file_gives_json_lines_in_order_and_names_bad_lines(trained, con
     assert len(errors) == 5 and all(place in error for place, error in zip(places, errors))
 
 
+def test_interactive_continues_what_is_typed(trained, continued, monkeypatch, capsys):
+    """And the same prompt another time with another text."""
+
+    def typed(text, *flags):
+        monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(text.encode())))
+        assert write(trained, "--interactive", *flags) == 0
+        return capsys.readouterr()
+
+    printed = typed(f"the kernel\n{'the kernel ' * 100}\n\nevery\n", "--temperature", 0)
+    prompts = ["the kernel", "", "every"]
+    texts = continued(prompts, temperature=0)
+    assert printed.out == "".join(f"{prompt}{text}\n" for prompt, [text] in zip(prompts, texts))
+    assert "error: the prompt has" in printed.err
+    first, second = typed("the\nthe\n", "--temperature", 2, "--top-k", 0).out.split("the")[1:]
+    assert len(first) > 9 and first != second
+    assert "error" not in typed("the\nthe\n", "--seed", 2**63 - 1).err  # after which comes 0
+
+
 BAD = [
-    (["--prompts-file", "x", "--stream"], "leave --stream out"),
+    (["--prompts-file", "x", "--stream"], "leave --stream and --interactive out"),
     (["--step", "-2"], "--step must be"),
     (["--stop", ""], "a stop text must not be empty"),
     (["--run", "/nonexistent"], "no checkpoint in /nonexistent"),
