@@ -79,23 +79,12 @@ def tree(tmp_path):
     return tree
 
 
-PLACES = "--out out/runs --results out/results.jsonl --wandb disabled"
-TRAIN = f"nanochat_gka.train --data out/packed/fineweb-170-32768-2048 {PLACES} --depth"
-MEET = "trainkit_gka.torchrun --nnodes 2 --rdzv-backend c10d --rdzv-id gka --rdzv-endpoint first:29500"
-
-
-@pytest.mark.parametrize(
-    "target, settings, command",
-    [
-        ("pretrain-d20-base", dict(NNODES="2", RDZV="first:29500", NGPU="8", RESTARTS="3", DEPTH="12"), f"{MEET} "
-         f"--max-restarts 3 --nproc-per-node 8 -m -- {TRAIN} 12 --attention softmax --target-param-data-ratio 10.5"),
-        ("train-deit-b-base", dict(DATA="x", MODEL="resnet18"), f"deit_gka.train --data x {PLACES} --model resnet18"),
-        ("eval-core", dict(BUNDLE="a b", RUN="x"), "nanochat_gka.eval_core --out out/core --bundle 'a b' --run x"),
-        ("export", dict(RUN="my runs/d4/"), "nanochat_gka.export --run 'my runs/d4/' --out 'my runs/d4-export'"),
-    ],
-)  # fmt: skip
-def test_a_target_runs_its_command(tree, target, settings, command):
-    assert tree.lines(target, **settings)[-1] == shlex.split(command)
+def test_machines_meet_by_torchrun_and_a_model_of_ones_own_is_trained(tree):
+    words = tree.lines("pretrain-d20-base", NNODES="2", RDZV="first:29500", NGPU="8", RESTARTS="3")[-1]
+    meet = "trainkit_gka.torchrun --nnodes 2 --rdzv-backend c10d --rdzv-id gka --rdzv-endpoint first:29500"
+    launched = f"{meet} --max-restarts 3 --nproc-per-node 8 -m -- nanochat_gka.train".split()
+    assert words[: len(launched)] == launched
+    assert tree.lines("train-deit-b-base", DATA="x", MODEL="resnet18")[-1][-2:] == ["--model", "resnet18"]
 
 
 PRESET = dict(
@@ -218,15 +207,17 @@ def test_settings_reach_the_commands_as_they_are(tree):
     """Spaces and ~ in paths; quotes, $ and more in texts, and quotes in ARGS."""
     tree.record()
     odd = 'It\'s "so" for $5 & `more`'
-    places = dict(BASE="~/my out", RUN="~/my out/d4", IMAGE="my cat.jpg", DATA="digits")
+    places = dict(BASE="~/my out", RUN="~/my out/d4/", IMAGE="my cat.jpg", DATA="my images", BUNDLE="a b")
+    (tree.folder / "my images").mkdir()
     tree.environment["HOME"] = str(tree.folder)
-    for target in ("sample", "report", "eval-deit"):
+    for target in ("sample", "report", "eval-deit", "eval-core", "export"):
         assert tree.make(target, PROMPT=odd, TEXT=odd, ARGS="--also 'a  b' \"c d\"", **places).returncode == 0
-    sample, report, evaluate = tree.calls()
-    run = f"{tree.folder}/my out/d4"
+    sample, report, evaluate, core, export = tree.calls()
+    run = f"{tree.folder}/my out/d4/"
     assert sample == ["nanochat_gka.generate", "--run", run, f"--prompt={odd}", "--stream", "--also", "a  b", "c d"]
     assert {f"{tree.folder}/my out", run, "my cat.jpg", f"--text={odd}"} < set(report)
-    assert {run, f"{tree.folder}/my out/results.jsonl"} < set(evaluate)
+    assert {run, "my images", f"{tree.folder}/my out/results.jsonl"} < set(evaluate)
+    assert {run, "a b"} < set(core) and {run, f"{run[:-1]}-export"} < set(export)
     small = tree.lines("train-small", DATA="hf:me/my cats/")[-1]
     assert small[small.index("--model-tag") + 1] == "small-my cats"
     assert tree.make("sample", PROMPT="").returncode == 0  # as if it were not given

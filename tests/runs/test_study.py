@@ -9,11 +9,10 @@ import pytest
 import tyro
 from scipy import stats
 
-from bench_lines import write_lines
 from deit_gka.train import TrainConfig as ImageTrainer
 from nanochat_gka.train import TrainConfig as TextTrainer
 from runs.study import analyse
-from runs.study.analyse import CONTROL, FLOPS, PRESET, TIME, Study, chosen_rows, intervals
+from runs.study.analyse import CONTROL, FLOPS, TIME, Study, intervals
 from runs.study.train import FORMS, Runner, TrainConfig, image_training, text_training, text_trainings
 from trainkit_gka.cli import UserError
 from trainkit_gka.progress import read_lines
@@ -111,25 +110,3 @@ def test_at_equal_flops_the_baselines_best_is_read_from_a_parabola():
     far = [row("GKA", (2, 2**21), seed, 2.0, 100.0) for seed in (0, 1)]
     assert Study([*curve, *far], {}).difference("GKA", CONTROL, (2, 2**21), FLOPS).empty
     assert study.cost("GKA", (2, 2**21), TIME) == 2**21 and math.isnan(study.cost("softmax", (2, 2**21), TIME))
-
-
-def test_the_last_row_of_a_key_counts_and_rows_of_two_texts_are_refused(tmp_path):
-    path, place = tmp_path / "text.jsonl", (2, 2**20)
-    rows = [row("GKA", place, 0, 2.0), row("GKA", place, 0, 1.9), row("GKA", place, 2, 1.0, chosen=False)]
-    old = {name: value for name, value in row("x", place, 3, 1.8).items() if name not in ("form", "chosen")}
-    write_lines(path, *rows, old)
-    write_lines(tmp_path / "chosen.jsonl", {"key": old["key"], "form": "softmax", "rate": 1.0, "settled": True})
-    computed = [(one["form"], one["metrics"]["val_bpb"]) for one in chosen_rows(path, "val_bpb")]
-    assert computed == [("softmax", 1.8), ("GKA", 1.9)]
-    write_lines(path, row("GKA", place, 1, 9.0, data=2), *rows, old)
-    with pytest.raises(UserError, match=r"text\.jsonl has rows of 2 sets of data"):
-        chosen_rows(path, "val_bpb")
-
-
-def test_counts_are_of_places_with_several_seeds():
-    places = [(2, 2**20), (2, 2**21), (4, 2**20)]
-    baseline = [row(CONTROL, place, seed, 2.0 + 0.01 * seed) for place in places for seed in range(3)]
-    shifts = {places[0]: (-1.0, -1.1, -0.9), places[1]: (0.1, -0.1, 0.0), places[2]: (1.0, 1.1, 0.9)}
-    ours = [row(PRESET, p, s, 2.0 + 0.01 * s + shifts[p][s]) for p in places for s in range(3)]
-    [of_tokens, *_] = analyse.counts(Study([*baseline, *ours], {})).rows
-    assert of_tokens == [CONTROL, "equal tokens", "1", "1", "1"]

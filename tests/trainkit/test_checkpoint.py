@@ -83,10 +83,14 @@ DAMAGE = {  # of a checkpoint's folder, and the file that is named
     "missing tensors": (lambda path: (path / "optimizer.safetensors").unlink(), "optimizer.safetensors"),
     "missing state": (lambda path: (path / "state.json").unlink(), "state.json"),
     "torn manifest": (lambda path: change(path / "manifest.json", lambda text: text[:-20]), "manifest"),
+    "list for a manifest": (lambda path: change(path / "manifest.json", lambda _: b"[]"), "manifest"),
     "tensors that are not listed": (lambda path: edit_manifest(path, "model.safetensors", None), "model.safetensors"),
     "state that is not listed": (lambda path: edit_manifest(path, "state.json", None), "state.json"),
+    "number for a checksum": (lambda path: edit_manifest(path, "model.safetensors", 5), "model.safetensors"),
+    "no file name": (lambda path: edit_manifest(path, "a\0/", "5"), "a"),
     "a file in its place": (lambda path: replaced(path).write_text(""), "manifest"),
     "dangling link": (lambda path: replaced(path).symlink_to("gone/deep"), "manifest"),
+    "link to itself": (lambda path: replaced(path).symlink_to(path.name), "manifest"),
     "empty folder": (lambda path: [file.unlink() for file in path.iterdir()], "manifest"),
 }
 
