@@ -56,8 +56,8 @@ class DemoConfig:
     runs/results)."""
 
 
-def run_all(config: DemoConfig) -> list[Path]:
-    """Prepare, train, sample, show; what exists already is reused. Returns the pictures."""
+def run_all(config: DemoConfig) -> None:
+    """Prepare, train, sample, show; what exists already is reused."""
     out, texts, digits = config.out, {}, {}
     at_once = max(1, cores() // config.ranks)
     if "language" in config.parts:
@@ -79,13 +79,14 @@ def run_all(config: DemoConfig) -> list[Path]:
         if not all(job.finish() for job in training):  # Ctrl-C reached a trainer alone: it has saved and left
             raise KeyboardInterrupt
     announce("tables and pictures")
-    pictures = language.show(texts, out) if texts else []
-    pictures += vision.show(digits, out) if digits else []
+    if texts:
+        language.show(texts, out)
+    if digits:
+        vision.show(digits, out)
     if config.results:
         seeds = {label: [job] for label, job in texts.items()}
         write_results(seeds, out / "train.jsonl", config.results / "demo.jsonl")
         write_results(digits, out / "train_deit.jsonl", config.results / "demo_vision.jsonl")
-    return pictures
 
 
 def lengths(config: DemoConfig, at_once: int) -> tuple[int, int]:
@@ -149,12 +150,9 @@ def write_results(jobs: dict[str, list[Job]], trained: Path, results: Path) -> N
 
 def main(config: DemoConfig) -> None:
     started = time.perf_counter()
-    pictures = run_all(config)
+    run_all(config)
     minutes, seconds = divmod(round(time.perf_counter() - started), 60)
-    console.print(
-        f"\nPictures: {', '.join(map(str, pictures))}. Logs and checkpoints: {config.out / 'runs'}. "
-        f"{minutes} min {seconds:02d} s in all."
-    )
+    console.print(f"\nLogs and checkpoints: {config.out / 'runs'}. {minutes} min {seconds:02d} s in all.")
 
 
 if __name__ == "__main__":

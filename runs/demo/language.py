@@ -9,13 +9,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from gka.kinds import KINDS
+from nanochat_gka import draw
 from nanochat_gka.train import Trainer
 from nanochat_gka.training.bits_per_byte import remarks
-from runs.demo import pictures
 from runs.jobs import START_SECONDS, Job, run
+from runs.looks import LOOKS, legend, panels, save
 from runs.paper import published
 from runs.table import Table
-from trainkit_gka.progress import console
+from trainkit_gka.progress import console, read_events
 from trainkit_gka.results import read_results
 
 VOCAB, SEQUENCE_LEN, STEP_TOKENS = 2048, 256, 2048
@@ -132,8 +133,8 @@ def sample_jobs(trained: dict[str, Job]) -> list[Job]:
     ]
 
 
-def show(jobs: dict[str, Job], out: Path) -> list[Path]:
-    """Print the table and the texts; returns the pictures."""
+def show(jobs: dict[str, Job], out: Path) -> None:
+    """Print the table and the texts; draw the losses, and the bandwidths over training."""
     rows = {label: {**job.finish(), "log": job.folder / "log.jsonl"} for label, job in jobs.items()}
     notes = [OFFSETS_NOTE, *remarks(rows)]
     table(rows, title="Measured here, equal tokens for all; then the paper's depth 20, as printed", notes=notes).show()
@@ -141,9 +142,25 @@ def show(jobs: dict[str, Job], out: Path) -> list[Path]:
         console.rule(f"text by {label}", align="left")
         for prompt, texts in read_results(job.folder / SAMPLES, "samples")[-1]["metrics"]["samples"].items():
             console.print(f"{(prompt + texts[0])!r}", highlight=False, markup=False)
-    drawn = [pictures.draw_losses(rows, out / "loss_curves.png")]
-    heads = {label: list(row["sigma"].values()) for label, row in rows.items() if row["sigma"]}
-    return drawn + ([pictures.draw_bandwidths(heads, out / "bandwidths.png")] if heads else [])
+    print(draw_losses(rows, out / "loss_curves.png"))
+    ours, *others = (job.folder for label, job in jobs.items() if label != KINDS["softmax"].label)
+    draw.main(draw.DrawConfig(run=ours, twin=tuple(others), family=("sigma",), out=out / "figures"))
+
+
+def draw_losses(rows: dict[str, dict[str, Any]], path: Path) -> Path:
+    """Training loss and validation bits per byte over tokens. rows: label -> the run's `finish` record and its log."""
+    figure, (losses, bpbs) = panels(1, 2, 3.8)
+    for label, row in rows.items():
+        millions = row["train_tokens"] / row["step"] / 1e6  # tokens of a step
+        train = [(r["step"] * millions, r["smooth_loss"]) for r in read_events(row["log"], "train", "smooth_loss")]
+        evaluations = [(r["step"] * millions, r["val_bpb"]) for r in read_events(row["log"], "eval", "val_bpb")]
+        style = LOOKS[label]
+        losses.plot(*zip(*train), **style(label, marker=None))
+        bpbs.plot(*zip(*evaluations), **style(label))
+    losses.set(xlabel="training tokens (millions)", ylabel="training loss, nats a token")
+    bpbs.set(xlabel="training tokens (millions)", ylabel="validation bits per byte")
+    legend(figure, [bpbs], 3)
+    return save(figure, "Loss of small language models", path)
 
 
 def table(records: dict[str, dict[str, Any]], **about: Any) -> Table:

@@ -9,13 +9,11 @@ import statistics
 from pathlib import Path
 from typing import Any
 
+from deit_gka import draw
 from deit_gka.data.sources import open_source
-from deit_gka.figures.rows import draw_cls_maps
-from deit_gka.figures.subjects import images_for, of_run, subjects_of
 from deit_gka.model.registry import model_name
 from deit_gka.train import Trainer
 from gka.kinds import KINDS
-from runs.demo import pictures
 from runs.jobs import START_SECONDS, Job
 from runs.table import Table
 
@@ -65,18 +63,15 @@ def train_jobs(out: Path, epochs: int, wandb: str) -> Jobs:
     return jobs
 
 
-def show(jobs: Jobs, out: Path) -> list[Path]:
-    """Print the table, the mean over seeds and half their range; returns the pictures."""
+def show(jobs: Jobs, out: Path) -> None:
+    """Print the table, the mean over seeds and half their range; draw the bandwidths and the maps of the CLS token."""
     records = {label: [job.finish() for job in seeds] for label, seeds in jobs.items()}
     title = f"Micro-ViTs on held-out handwritten digits, {len(SEEDS)} seeds: mean ± half the range"
     table(records, title=title).show()
-    sigma = {
-        f"{kind.label} on digits, seed {seed}": list(record["sigma"].values())
-        for kind in KINDS.values()
-        if kind.has_bandwidth
-        for seed, record in zip(SEEDS, records[kind.label])
-    }
-    return [pictures.draw_bandwidths(sigma, out / "digits_bandwidths.png"), draw_attention(jobs, out)]
+    folders = {label: [job.folder for job in seeds] for label, seeds in jobs.items()}
+    first, *repeats = folders.pop(KINDS["gka"].label)
+    runs = dict(run=first, seeds=tuple(repeats), twin=tuple(seeds[0] for seeds in folders.values()))
+    draw.main(draw.DrawConfig(**runs, family=("sigma", "cls_maps"), out=out / "figures"))
 
 
 def table(records: dict[str, list[dict]], **about: Any) -> Table:
@@ -96,11 +91,3 @@ def table(records: dict[str, list[dict]], **about: Any) -> Table:
                 half = (max(values) - min(values)) / 2
                 row.append(f"{form.format(statistics.fmean(values))} ±{form.format(half)}")
     return Table.of(["", *(heading for heading, _ in COLUMNS.values())], rows, **about)
-
-
-def draw_attention(jobs: Jobs, out: Path) -> Path:
-    """Draw what every model's CLS token looks at, in every layer and head, on one digit. Returns the file."""
-    models = [of_run(seeds[0].folder) for seeds in jobs.values()]
-    image = dict(list(images_for(models[0]).items())[:1])
-    [figure] = draw_cls_maps([subject for model in models for subject in subjects_of(model, image)], out)
-    return figure.path
