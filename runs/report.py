@@ -34,7 +34,7 @@ from runs.demo.language import COLUMNS as LANGUAGE_COLUMNS
 from runs.demo.vision import COLUMNS as VISION_COLUMNS
 from runs.looks import LOOKS, Look
 from runs.table import Row, Table, styled
-from runs.tables import BUILDERS, Sources
+from runs.tables import BUILDERS
 from trainkit_gka import cli
 from trainkit_gka.cli import UserError
 from trainkit_gka.command import command_line
@@ -375,7 +375,7 @@ def sections(config: ReportConfig, folder: Path) -> list[Section]:
     missing = "" if runs else 'No run was found. "make demo" trains small models in minutes.'
     unseen = " ".join(filter(None, [no_vision, no_language])) if runs else missing
     console.print("report: curves and tables", highlight=False)
-    paper = [builder(Sources(config.base)).table() for builder in BUILDERS.values()]
+    paper = [builder(config.base).table() for builder in BUILDERS.values()]
     return [
         Section("runs", "Runs", "The models of this page.", missing, tables=run_tables(runs)),
         Section("paper", "The paper's tables beside ours", "The paper's figures are in italics. Ours are exact counts, "

@@ -10,6 +10,7 @@ Our cells are exact counts or finished runs of exactly that configuration (runs/
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -41,17 +42,6 @@ CORPUS = "A run's record does not name its corpus: train on the paper's, FineWeb
 GUESSING = dict(zip(PAPER_TASKS, (25.0, 50.0, 25.0, 0.0, 50.0, 50.0)))
 Cell = tuple[str, str, str]  # the paper's figure in italics, ours, the difference
 Value = tuple[float, float]  # with its standard error
-
-
-@dataclass(frozen=True)
-class Sources:
-    """Where our numbers come from."""
-
-    base: Path = Path("out")
-    results: Path = frames.RESULTS
-
-    def runs(self) -> list[Run]:
-        return measured.finished_runs(self.base, self.results)
 
 
 @dataclass
@@ -136,7 +126,7 @@ def decimals(printed: str) -> int:
 # Vision
 
 
-def related_methods(sources: Sources) -> PaperTable:
+def related_methods(base: Path, results: Path = frames.RESULTS) -> PaperTable:
     columns, printed = published.TABLES["related_methods"]["columns"], published.rows("related_methods")
     cells = {(m, columns[key]): (italic(word), "", "") for m, words in printed.items() for key, word in words.items()}
     return PaperTable("related_methods", cells, ["Measured here: docs/related-methods.md."], about="Method")
@@ -160,9 +150,9 @@ def vision_numbers(label: str, runs: list[Run]) -> dict[str, float | None]:
     }
 
 
-def vision(name: str, sources: Sources) -> PaperTable:
+def vision(name: str, base: Path, results: Path = frames.RESULTS) -> PaperTable:
     """Tables 2, 3 and 5; below the last the hybrid that `make ablate-projections` trains, which the paper left out."""
-    runs, cells, commands = sources.runs(), {}, []
+    runs, cells, commands = measured.finished_runs(base, results), {}, []
     columns = published.TABLES[name]["columns"]
     for label, printed in published.rows(name).items():
         numbers = vision_numbers(label, runs)
@@ -192,9 +182,9 @@ def training_target(label: str) -> str:
     return f"make train-deit-{size.lower()}" + {"gka": "", "softmax": "-base"}.get(kind, f"-{kind}")
 
 
-def runtime(sources: Sources) -> PaperTable:
+def runtime(base: Path, results: Path = frames.RESULTS) -> PaperTable:
     """Training rates of one GPU beside the paper's total over its GPUs; GKA fused and unfused (the paper's)."""
-    benchmark, cells = measured.gpu_benchmark(sources.results), {}
+    benchmark, cells = measured.gpu_benchmark(results), {}
     for label, printed in published.rows("runtime").items():
         for role in ("baseline",) if label.startswith("DeiT") else ("ours", "unfused"):
             name = f"{label}, unfused" if role == "unfused" else label
@@ -222,8 +212,8 @@ def runtime(sources: Sources) -> PaperTable:
 # Language
 
 
-def bpb(sources: Sources) -> PaperTable:
-    runs, cells, commands, records = sources.runs(), {}, [], {}
+def bpb(base: Path, results: Path = frames.RESULTS) -> PaperTable:
+    runs, cells, commands, records = measured.finished_runs(base, results), {}, [], {}
     for model, printed in published.rows("bpb").items():
         trained = measured.language_run(model, runs)
         for key, heading in published.TABLES["bpb"]["columns"].items():
@@ -235,16 +225,16 @@ def bpb(sources: Sources) -> PaperTable:
     return PaperTable("bpb", cells, [CORPUS, *remarks(records)], commands)
 
 
-def compute(sources: Sources) -> PaperTable:
+def compute(base: Path, results: Path = frames.RESULTS) -> PaperTable:
     """Counts alone; the ratios are those in the text beside the table."""
     counts = {model: measured.language_counts(model) for model in measured.RECIPES}
     columns, cells = published.TABLES["compute"]["columns"], {}
     for model, printed in published.rows("compute").items():
         numbers = {**counts[model], "parameters": counts[model]["parameters"] / 1e6}
         cells |= {(model, columns[key]): compare(printed[key], float(numbers[key])) for key in columns}
-    base, gka = counts.values()
+    softmax, gka = counts.values()
     for key, ratio in published.TABLES["compute"]["ratios"].items():
-        cells["GKA / nanochat_base", columns[key]] = compare(ratio, gka[key] / base[key])
+        cells["GKA / nanochat_base", columns[key]] = compare(ratio, gka[key] / softmax[key])
     return PaperTable("compute", cells)
 
 
@@ -270,12 +260,12 @@ def core_cell(paper: Value, ours: Value | None, examples: Sequence[str] = ("", "
     return f"*{with_error(paper, sign)}{examples[0]}*", with_error(ours, sign) + examples[1], apart
 
 
-def core_subset(sources: Sources) -> PaperTable:
+def core_subset(base: Path, results: Path = frames.RESULTS) -> PaperTable:
     """Centred scores with standard errors, each from the number of examples that its column used."""
-    runs, ours, commands = sources.runs(), [], []
+    runs, ours, commands = measured.finished_runs(base, results), [], []
     for model in measured.RECIPES:
         trained, steps = measured.language_run(model, runs), measured.language_counts(model)["steps"]
-        ours.append(measured.core_scores(trained, steps, sources.results, sources.base))
+        ours.append(measured.core_scores(trained, steps, results, base))
         if not ours[-1].keys() >= set(PAPER_TASKS):
             target = "eval-core" if model == "GKA" else "eval-core-base"
             commands += [LANGUAGE_COMMANDS[model], f"make {target} NGPU={GPUS}"]
@@ -294,12 +284,13 @@ def core_subset(sources: Sources) -> PaperTable:
     return PaperTable("core_subset", cells, notes, commands, about="Task")
 
 
-BUILDERS: dict[int, Callable[[Sources], PaperTable]] = {
+# Of a number: the table, from BASE and the folder of the result files.
+BUILDERS: dict[int, Callable[..., PaperTable]] = {
     1: related_methods,
-    2: lambda sources: vision("main_results", sources),
-    3: lambda sources: vision("efficiency", sources),
+    2: partial(vision, "main_results"),
+    3: partial(vision, "efficiency"),
     4: runtime,
-    5: lambda sources: vision("ablation", sources),
+    5: partial(vision, "ablation"),
     6: bpb,
     7: core_subset,
     8: compute,
@@ -403,7 +394,7 @@ def main(config: TablesConfig) -> None:
         pages.write(TABLES, PAGES, "python -m runs.tables --write", config.check)
         return
     for number in config.only or BUILDERS:
-        table = BUILDERS[number](Sources(config.base)).table()
+        table = BUILDERS[number](config.base).table()
         if config.format == "markdown":
             print(table.markdown(), end="\n\n")
         else:

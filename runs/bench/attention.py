@@ -22,16 +22,33 @@ from typing import Literal
 import torch
 
 from gka.impl.triton import configs
-from nanochat_gka.model.config import GPTConfig
 from runs.bench.operators import FULL, Case, Operator, gate, inputs, operators
 from runs.bench.program import Comparison, ComparisonConfig, time_cases
 from runs.bench.timing import Measurement, Plan, buffers_for, interleave
 from trainkit_gka.cli import UserError, run
 from trainkit_gka.distributed import setup
 
-D20 = GPTConfig.from_depth(20)
-CPU_WINDOW = 256  # earlier tokens in reach
-SLOW = ("vit-s", "vit-b", "lm-window", "lm-short-window")  # --quick leaves them out
+# The standard cases by name, as --shapes has them.
+SHAPES = {
+    "cuda": {
+        **{"vit-ti": "256x197x3x64", "vit-s": "256x197x6x64", "vit-b": "256x197x12x64"},
+        **{"lm-full": "16x2048x10x128cn", "lm-window": "16x2048x10x128cw1024n"},
+        **{f"sweep-{n}": f"{65536 // n}x{n}x6x64" for n in (64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)},
+        **{f"decode-b{b}-{n}": f"{b}x{n}x10x128nd" for b in (1, 32) for n in (1024, 2048, 8192)},
+        **{f"decode-derived-b{b}-{n}": f"{b}x{n}x10x128ndk" for b in (1, 32) for n in (1024, 2048, 8192)},
+        **{"padded": "64x512x12x64p64", "padded-full": "64x512x12x64p512"},
+    },
+    "cpu": {
+        **{"vit-ti": "8x197x3x64", "vit-s": "8x197x6x64", "vit-b": "8x197x12x64"},
+        **{"lm-full": "1x2048x8x64cn", "lm-window": "1x2048x8x64cw256n"},
+        **{"lm-short-full": "4x512x4x32cn", "lm-short-window": "4x512x4x32cw256n"},
+        **{f"sweep-{n}": f"{1024 // n}x{n}x3x64" for n in (64, 128, 256, 512, 1024)},
+        **{f"decode-b{b}-1024": f"{b}x1024x10x128nd" for b in (1, 8)},
+        **{f"decode-derived-b{b}-1024": f"{b}x1024x10x128ndk" for b in (1, 8)},
+        **{"padded": "8x512x4x64p64", "padded-full": "8x512x4x64p512"},
+    },
+}
+QUICK = ("vit-ti", "lm-full", "sweep-64", "sweep-1024", "decode-b1-1024", "decode-derived-b1-1024", "padded")
 ONE_DTYPE = ("sweep-", "decode-")  # cases in the device's usual dtype alone
 PLANS = {"cuda": Plan(rounds=50, seconds=10, sample_ms=1.0, graph=True), "cpu": Plan(rounds=25, warmup=2, seconds=1.5)}
 
@@ -40,39 +57,18 @@ PLANS = {"cuda": Plan(rounds=50, seconds=10, sample_ms=1.0, graph=True), "cpu": 
 class AttentionConfig(ComparisonConfig):
     """Time Gaussian kernel attention beside softmax attention, the operator alone.
 
-    Appends to RESULTS/bench_attention_<hardware>.jsonl.
+    Appends to RESULTS/bench_attention_<hardware>.jsonl. A shape is BxTxHxD, then pN (padded, lengths N to T), or c
+    (causal), wN (window N), n (RMS-normalised heads), d (decode), dk (decode, keys derived from the cache), v (separate
+    values), vk (separate keys too): 16x2048x10x128cw1024nvk.
     """
 
-    shapes: list[str] = field(default_factory=list)
-    """Time these instead of the standard cases: BxTxHxD, then pN (padded, lengths N to T), or c (causal), wN (window
-    N), n (RMS-normalised heads), d (decode), dk (decode, keys derived from the cache), v (separate values), vk
-    (separate keys too): 16x2048x10x128cw1024nvk."""
     switch: list[Literal[configs.PATHS]] = field(default_factory=list)
     """Optional paths of the Triton kernels: each is timed beside them, on where it is off, and off where it is on."""
 
 
 def standard_cases(device_type: str, quick: bool) -> list[Case]:
-    """The cases, in sizes that the device can do; `quick` keeps one of each kind."""
-    cuda = device_type == "cuda"
-    cases = [Case(f"vit-{size}", 256 if cuda else 8, 197, h, 64) for size, h in {"ti": 3, "s": 6, "b": 12}.items()]
-    causal = {"lm-full": (1, 2048, 8, 64), "lm-short-full": (4, 512, 4, 32)}
-    if cuda:
-        causal = {"lm-full": (16, D20.sequence_len, D20.n_head, D20.head_dim)}
-    for name, shape in causal.items():
-        full = Case(name, *shape, causal=True, constant_norm=True)
-        window = D20.window(0) if cuda else CPU_WINDOW
-        cases += [full, replace(full, name=name.replace("full", "window"), window=window)]
-    total, longest, heads = (65536, 16384, 6) if cuda else (1024, 1024, 3)
-    lengths = [64 * 2**k for k in range(9) if 64 * 2**k <= longest][:: 4 if quick else 1]
-    cases += [Case(f"sweep-{length}", total // length, length, heads, 64) for length in lengths]
-    caches = [(1, 1024), (1, 2048), (1, 8192), (32, 1024), (32, 2048), (32, 8192)] if cuda else [(1, 1024), (8, 1024)]
-    for name, derived in (("decode", False), ("decode-derived", True)):
-        for b, n in caches[:: 3 if quick else 1]:
-            shape = b, n, D20.n_head, D20.head_dim
-            cases.append(Case(f"{name}-b{b}-{n}", *shape, constant_norm=True, queries=1, derived=derived))
-    padded = Case("padded", 64 if cuda else 8, 512, 12 if cuda else 4, 64, shortest=64)
-    cases += [padded, replace(padded, name="padded-full", shortest=512)]
-    return [case for case in cases if case.name not in SLOW] if quick else cases
+    shapes = {name: shape for name, shape in SHAPES[device_type].items() if not quick or name in QUICK}
+    return [replace(Case.parse(shape), name=name) for name, shape in shapes.items()]
 
 
 def make_calls(case: Case, phase: str, candidates: dict[str, Operator], buffers: int, device: torch.device):

@@ -19,7 +19,7 @@ import copy
 import functools
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 
 import timm
@@ -60,11 +60,8 @@ PLANS = {"cuda": Plan(rounds=100, graph=True), "cpu": Plan(rounds=40, warmup=1, 
 class DeitConfig(ModelConfig):
     """Time DeiT with softmax attention and with GKA, fused and unfused: inference and training.
 
-    Appends to RESULTS/bench_deit_<hardware>.jsonl.
+    Appends to RESULTS/bench_deit_<hardware>.jsonl. A shape is a size and a batch, such as deit-ti-b8.
     """
-
-    shapes: list[str] = field(default_factory=list)
-    """Time these instead of the standard cases: size and batch, such as deit-ti-b8."""
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ features are keys and values, "gka-offsets" the demo's form with head offsets, "
 import copy
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -71,12 +71,10 @@ KINDS: dict[str, tuple[str, tuple[str, ...], dict[str, Any]]] = {
 class GPTBenchConfig(ModelConfig):
     """Time training, prefill and decoding of nanochat with softmax attention and with GKA.
 
-    Appends to RESULTS/bench_gpt_<hardware>.jsonl.
+    Appends to RESULTS/bench_gpt_<hardware>.jsonl. A shape is dDEPTH, then -bROWS of a training step, -tTOKENS of a row,
+    -vVOCABULARY and -WINDOWS by layer (L full context, S half of it), as in d12-b8-t1024-v32768-SSSL; what it leaves
+    out is the device's usual.
     """
-
-    shapes: list[str] = field(default_factory=list)
-    """Time these instead of the standard cases: dDEPTH, then -bROWS of a training step, -tTOKENS of a row, -vVOCABULARY
-    and -WINDOWS by layer (L full context, S half of it), as in d12-b8-t1024-v32768-SSSL; else the device's usual."""
 
 
 @dataclass(frozen=True)

@@ -167,13 +167,9 @@ def gka_candidates(case: Case, device: torch.device, dtype: torch.dtype, phase: 
     candidates: Candidates = {"gka decoding": ("ours", decoding)} if case.queries else {}
     fused = [name for name, one in IMPLEMENTATIONS.items() if device.type in one.SERVES.fused_on]
     for impl in dict.fromkeys((auto, *fused)):
-        # The CPU kernel computes norms, constant or not.
-        for constant_norm in dict.fromkeys((case.constant_norm, case.constant_norm and impl == "cpu")):
-            usual = constant_norm == case.constant_norm
-            role = "ours" if impl == auto and usual and not case.queries else "variant"
-            name = f"gka {impl}" + ("" if usual else ", general norms")
-            more = dict(constant_norm=constant_norm, impl=impl, lengths=lengths)
-            candidates[name] = role, partial(gaussian_attention, **options, **more)
+        role = "ours" if impl == auto and not case.queries else "variant"
+        more = dict(constant_norm=case.constant_norm, impl=impl, lengths=lengths)
+        candidates[f"gka {impl}"] = role, partial(gaussian_attention, **options, **more)
     if case.shortest == case.tokens:
         more = dict(constant_norm=case.constant_norm, impl=auto)
         candidates[f"gka {auto} without lengths"] = "variant", partial(gaussian_attention, **options, **more)

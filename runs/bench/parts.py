@@ -6,12 +6,11 @@
 Both models have the preset's additions. Each part runs alone, forward and backward (the optimiser its step), compiled
 by itself, at the model's shapes, and counts as often as a step has it. The compiler fuses parts of a model with their
 neighbours, so that together they may take longer than the step; the remainder is then negative. Matrix products are
-timed without the norm in front of them. The table marks the parts in which GKA spends more than 3 % of its step beyond
-what softmax attention spends.
+timed without the norm in front of them.
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -31,7 +30,6 @@ from trainkit_gka.distributed import Runtime, setup
 ROLES = {"softmax-preset": "baseline", "gka-preset": "ours"}
 USUAL = {"cuda": "d12-L", "cpu": "d4"}
 STEP, REMAINDER = "step", "remainder"
-SHARE = 0.03  # of a step, from which what GKA alone pays is marked
 STEP_PLANS = {"cuda": Plan(rounds=20, seconds=4), "cpu": Plan(rounds=5, warmup=1, seconds=10)}
 PART_PLANS = {"cuda": Plan(20, seconds=10, sample_ms=1.0, graph=True), "cpu": Plan(5, warmup=1, seconds=10)}
 
@@ -40,11 +38,9 @@ PART_PLANS = {"cuda": Plan(20, seconds=10, sample_ms=1.0, graph=True), "cpu": Pl
 class PartsConfig(GPTBenchConfig):
     """Time the parts of a language training step.
 
-    Appends to RESULTS/bench_parts_<hardware>.jsonl; a part's milliseconds are those of all its `calls` in a step.
+    Appends to RESULTS/bench_parts_<hardware>.jsonl; a part's milliseconds are those of all its `calls` in a step. A
+    shape is one of runs.bench.gpt; the standard ones are depth 12 on CUDA, depth 4 on a CPU.
     """
-
-    shapes: list[str] = field(default_factory=list)
-    """Shapes of runs.bench.gpt to time instead of depth 12 on CUDA, depth 4 on a CPU."""
 
 
 class Part(NamedTuple):
@@ -181,17 +177,15 @@ def of_step(one: Measurement, calls: int) -> Measurement:
 
 def table(times: dict[str, dict[str, float | None]]) -> Table:
     """Milliseconds and shares of the step by part and kind, and what of the step no part explains."""
-    whole, (baseline, ours) = times[STEP], ROLES
+    whole = times[STEP]
     parts = [row for name, row in times.items() if name != STEP]
     rest = {kind: whole[kind] and whole[kind] - sum(row[kind] or 0.0 for row in parts) for kind in ROLES}
     rows = []
     for name, row in {**times, REMAINDER: rest}.items():
         known = {kind: t for kind, t in row.items() if t is not None and whole[kind]}
         cells = [f"{known[kind]:.3f} ({known[kind] / whole[kind]:.1%})" if kind in known else "" for kind in ROLES]
-        costs_more = len(known) == 2 and known[ours] - known[baseline] > SHARE * whole[ours]
-        rows.append([name, *cells, "*" if costs_more and name not in (STEP, REMAINDER) else ""])
-    note = f"The mark: GKA spends {SHARE:.0%} of its step more than softmax attention."
-    return Table.of(["", *ROLES, "mark"], rows, title="Milliseconds of a training step", notes=[note])
+        rows.append([name, *cells])
+    return Table.of(["", *ROLES], rows, title="Milliseconds of a training step")
 
 
 def standard_cases(device_type: str, quick: bool) -> list[Case]:

@@ -71,7 +71,7 @@ def all_steps() -> list[Step]:
     Seconds are estimates for an H200 or H100, where few of these have run: a process takes about 8 until it computes,
     a block, an optimiser and a loss about 8 each to compile.
     """
-    alone = "--skip flex eager efficient sdpa general --seconds 1"
+    alone = "--skip flex eager efficient sdpa --seconds 1"
     windows = alone.replace("flex", "'gka flex'")  # softmax attention's is the fastest with windows
     depths = "--compile blocks --seconds 6 --skip offsets softmax-preset"
     windowed = f"{depths} cudnn"  # which would serve one layer of four

@@ -159,21 +159,15 @@ class Study:
         self.places = sorted({(depth, tokens) for _, depth, tokens in self.cells})
         self.intervals = cache(self._intervals)
 
-    @classmethod
-    def read(cls, path: Path) -> "Study":
-        """Of a file of results. Raises UserError for a damaged row."""
-        return cls(chosen_rows(path, "val_bpb"), speeds_of(path.parents[1]))
-
     def has(self, form: str, place: Place) -> bool:
         return (form, *place) in self.cells
 
     @property
     def longest(self) -> Place:
         """The longest training of four layers in which the preset and CONTROL have several seeds."""
-        cells = ((place, self.cells.get((form, *place), ())) for place in self.places for form in (CONTROL, PRESET))
-        lacking = {place for place, rows in cells if len(rows) < 2}
-        places = [place for place in self.places if place not in lacking]
-        return max((place for place in places if place[0] == LONGEST[0]), default=LONGEST)
+        places = [place for place in self.places if place[0] == LONGEST[0]]
+        seeds = {place: [len(self.cells.get((form, *place), ())) for form in (CONTROL, PRESET)] for place in places}
+        return max((place for place in places if min(seeds[place]) > 1), default=LONGEST)
 
     def at(self, form: str, place: Place) -> pd.DataFrame:
         """A row for each seed."""
@@ -467,9 +461,9 @@ def of_every_text(one: Callable[[Study], Table], titled: bool = True) -> Callabl
 
 @cache
 def texts(folder: Path) -> dict[Path, Study]:
-    """The files of text that have rows to compare."""
+    """The files of text that have rows to compare. Raises UserError for a damaged row."""
     paths = [path for path in sorted(folder.glob("*.jsonl")) if not path.name.startswith(("vision_", "chosen"))]
-    return {path: Study.read(path) for path in paths if chosen_rows(path)}
+    return {path: Study(rows, speeds_of(folder.parent)) for path in paths if (rows := chosen_rows(path, "val_bpb"))}
 
 
 TABLES: dict[str, Callable[[Path], list[Table]]] = {
@@ -645,8 +639,6 @@ class AnalyseConfig:
     """Exit with 1 if a page is out of date."""
     results: Path = RESULTS / "study"
     """Folder of the results, a file of JSON lines for each corpus."""
-    pictures: Path = RESULTS / "pictures"
-    """Folder for the pictures."""
 
 
 def main(config: AnalyseConfig) -> None:
@@ -660,7 +652,7 @@ def main(config: AnalyseConfig) -> None:
     builders = {name: partial(tables, config.results) for name, tables in TABLES.items()}
     pages.write(builders, PAGES, "python -m runs.study.analyse --write", config.check, mark="study")
     if not config.check:
-        draw(config.results, config.pictures)
+        draw(config.results, RESULTS / "pictures")
 
 
 if __name__ == "__main__":

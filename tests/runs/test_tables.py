@@ -20,7 +20,7 @@ from runs.paper import measured, published
 from runs.paper.measured import IMAGENET_VALIDATION
 from runs.study import analyse
 from runs.table import NOT_RUN
-from runs.tables import BUILDERS, GUESSING, Sources
+from runs.tables import BUILDERS, GUESSING
 from trainkit_gka.cli import UserError
 
 
@@ -85,13 +85,13 @@ def language_line(model="GKA", **changed):
 
 def cells(number, base, results=measured.RESULTS):
     """(row, column) -> the paper's figure without its italics, ours, the difference."""
-    table = BUILDERS[number](Sources(base, results))
+    table = BUILDERS[number](base, results)
     return {key: (paper.strip("*"), ours, difference) for key, (paper, ours, difference) in table.cells.items()}
 
 
 def test_every_number_of_the_published_file_is_in_its_table(tmp_path):
     for about in published.TABLES.values():
-        rows = BUILDERS[about["number"]](Sources(tmp_path)).table().rows
+        rows = BUILDERS[about["number"]](tmp_path).table().rows
         written = {re.sub(r" ±.*", "", cell.replace(",", "").strip("*")) for row in rows for cell in row}
         figures = {figure.replace(",", "") for row in about["rows"].values() for figure in row.values()}
         if about["number"] == 7:  # differences have a sign and all digits
@@ -128,7 +128,7 @@ def test_a_finished_run_of_exactly_the_papers_configuration_fills_its_cell(tmp_p
     """Others name the command that fills them."""
     commands = {2: "train-deit-b-base", 4: "runs.bench.deit", 5: "train-deit-ti-vlt", 6: "pretrain-d20", 7: "eval-core"}
     for number, command in commands.items():
-        table = BUILDERS[number](Sources(tmp_path, tmp_path)).table()
+        table = BUILDERS[number](tmp_path, tmp_path).table()
         assert any(NOT_RUN in row for row in table.rows) and command in table.notes[-1]
     hybrid = {"parameters": 5_000_000, "flops": 2_000_000_000, "ema_top1": 71}  # which the ablation has below
     lines = [{**vision_line(), "config": {"model_tag": tables.HYBRID}, "metrics": hybrid}, language_line()]
