@@ -39,6 +39,7 @@ REFUSED_FROM = 0.01  # part of the records of JSON that have no text
 CERTAIN = 1000  # records, and none has a text: the column is another
 NAMED = 10  # of the records that are skipped
 RECORD = "files.json"
+RULES = 2  # of what is read and held out; a corpus written by other rules is written again
 SHARD = re.compile(r"shard_\d{5}\.parquet")
 
 
@@ -86,7 +87,7 @@ class TextSource:
         too many records lack, and if a split would be empty.
         """
         before = _read_record(self.out)
-        record: dict[str, Any] = {"column": self.column, "files": {}}
+        record: dict[str, Any] = {"rules": RULES, "column": self.column, "files": {}}
         for name, path in self.files.items():
             state = [path.stat().st_size, path.stat().st_mtime_ns]
             known = before["files"].get(name, []) if before else []
@@ -211,7 +212,7 @@ def _read_record(folder: Path) -> dict[str, Any] | None:
 def _contents(record: dict[str, Any]) -> dict[str, Any]:
     """What a corpus is made of, by name. A copy of a file has another time, and the same content."""
     checksums = {name: about[2] for name, about in record["files"].items()}
-    return {"--text-column": record.get("column"), **checksums}
+    return {"rules of reading": record.get("rules"), "--text-column": record.get("column"), **checksums}
 
 
 def _walk(path: Path, entered: set[Path]) -> Iterator[Path]:

@@ -1,5 +1,6 @@
 """Models from disk: our runs and checkpoints, exported models, and upstream nanochat's checkpoints."""
 
+import pickle
 import re
 import sys
 from dataclasses import asdict, dataclass, field
@@ -18,7 +19,7 @@ from nanochat_gka.model.config import GPTConfig
 from nanochat_gka.model.gpt import GPT, build
 from trainkit_gka import checkpoint
 from trainkit_gka.checkpoint import Checkpoint, run_folder
-from trainkit_gka.cli import UserError
+from trainkit_gka.cli import UserError, reason_of
 from trainkit_gka.exports import CONFIG, WEIGHTS, check_files, export_folder
 from trainkit_gka.files import read_json, sha256, write_json
 from trainkit_gka.results import git_commit
@@ -165,7 +166,9 @@ def _exported(folder: Path) -> dict[str, Any]:
         raise UserError(f"{folder} was saved by transformers, without our tokenizer and checksums; {advice}")
     if "architecture" in about:
         raise UserError(f"{folder} is an exported vision model; timm and deit_gka.evaluate take it")
-    if about.get("model_type") != MODEL_TYPE or not about.keys() >= {"name", "step", "model", "checkpoint_sha256"}:
+    types = {"name": str, "step": int, "model": dict, "training": dict, "sha256": dict, "checkpoint_sha256": str}
+    is_typed = all(isinstance(about.get(key), expected) for key, expected in types.items())
+    if about.get("model_type") != MODEL_TYPE or not is_typed or set(about["sha256"]) != {WEIGHTS, EXPORTED_NAME}:
         raise UserError(f"{folder / CONFIG} is not of a model that this project exported, or it is damaged")
     return about
 
@@ -224,9 +227,12 @@ def _read_upstream(path: Path, device: torch.device | str) -> dict[str, torch.Te
         weights = torch.load(path, map_location=device, weights_only=True)
     except OSError:
         raise
-    except Exception as error:  # many kinds; the text of some advises to read the file without weights_only
-        refused = f"it is damaged or holds more than weights ({type(error).__name__})"
-        raise UserError(f"{path} is refused: {refused}, and nothing of it was executed") from None
-    if not isinstance(weights, dict) or not all(isinstance(tensor, torch.Tensor) for tensor in weights.values()):
+    except pickle.UnpicklingError:  # its text advises to read the file without weights_only
+        raise UserError(f"{path} is refused: it holds more than weights, and nothing of it was executed") from None
+    except Exception as error:  # torch raises many kinds for files that are not its own
+        reason = f"{type(error).__name__}: {reason_of(error)}"[:200]
+        raise UserError(f"{path} is damaged, cut short or not a file of torch.save ({reason})") from None
+    named = isinstance(weights, dict) and all(isinstance(name, str) for name in weights)
+    if not named or not all(isinstance(tensor, torch.Tensor) for tensor in weights.values()):
         raise UserError(f"{path} does not hold weights by name, as nanochat saves them")
     return weights

@@ -91,9 +91,13 @@ class GPTConfig:
 
         Raises TypeError or ValueError, also for a setting that is not known.
         """
-        saved = settings_of_today(saved)
-        if unknown := sorted(saved.keys() - {field.name for field in fields(cls)}):
+        saved, types = settings_of_today(saved), {field.name: type(field.default) for field in fields(cls)}
+        if unknown := sorted(saved.keys() - types.keys()):
             raise ValueError(f"it has settings that are not known here: {', '.join(unknown)}; a later version made it")
+        words = {int: "a whole number", float: "a number", str: "a text", bool: "true or false"}
+        for name, value in saved.items():
+            if not isinstance(value, (int, float) if types[name] is float else types[name]):
+                raise TypeError(f"{name} must be {words[types[name]]}, got {value!r}")
         if not has_gka(saved.get("attention", cls.attention), saved.get("n_layer", cls.n_layer)):
             saved.pop("gka_values", None)  # softmax models were saved with a value of it that means nothing
         return cls(**saved)

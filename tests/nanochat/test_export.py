@@ -81,8 +81,11 @@ def test_an_exported_folder_describes_the_model(trained, packed, tokenizer, tmp_
     assert load(out).name == "tiny-run"
 
 
+NOT_OURS = "not of a model that this project exported"
 CONFIGS = {
-    "llama": ({"model_type": "llama"}, "not of a model that this project exported"),
+    "name": ({"name": 1}, NOT_OURS),
+    "no checksums": ({"sha256": {}}, NOT_OURS),
+    "llama": ({"model_type": "llama"}, NOT_OURS),
     "vision": ({"architecture": "deit_tiny_gka_patch16_224"}, "is an exported vision model"),
     "later settings": ({"model": {"smear": True}}, "settings that are not known here: smear"),
     "flipped": (None, "model.safetensors is missing or damaged"),

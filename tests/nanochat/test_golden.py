@@ -164,13 +164,14 @@ def test_patched_nanochat_checkpoint_keeps_its_form(tmp_path, stated, values):
 LATER = {"smear_gate.weight": torch.zeros(1, 24), "backout_lambda": torch.zeros(1)}  # settings are those of the pin
 REFUSED = {
     "later": ({**WEIGHTS, **LATER}, {}, "from after 2026-03-09, by its backout_lambda, smear_gate.weight"),
-    "cut": (saved(WEIGHTS)[: 10**5], {}, "is refused: it is damaged"),
+    "cut": (saved(WEIGHTS)[: 10**5], {}, "is damaged, cut short"),
     "numbers": ({**WEIGHTS, "x": 3}, {}, "does not hold weights by name"),
-    "module": (awake(SHAPE), {}, "is refused: .* holds more than weights"),
+    "module": (awake(SHAPE), {}, "is refused: it holds more than weights"),
     "more": ({**WEIGHTS, "a": WEIGHTS["x0_lambdas"]}, {}, 'Unexpected key.* "a"'),
     "fewer": ({n: w for n, w in WEIGHTS.items() if "wte" not in n}, {}, "Missing key.* .transformer.wte.weight"),
     "shape": (WEIGHTS, {"model_config": {**UPSTREAM, "vocab_size": 200}}, "size mismatch for value_embeds.3.weight"),
     "no shape": (WEIGHTS, {"model_config": None}, "meta_000001.json has no model_config"),
+    "text": (WEIGHTS, {"model_config": {**UPSTREAM, "n_layer": "4"}}, "n_layer must be a whole number, got '4'"),
     "unknown": (WEIGHTS, {"model_config": {**UPSTREAM, "smear": True}}, "not known here: smear"),
 }
 

@@ -150,7 +150,7 @@ def test_a_folder_that_is_a_corpus_is_linked_and_followed(tmp_path):
     assert not (shards / "source.json").exists()
 
 
-def test_it_is_written_again_when_files_change_and_a_copy_is_no_change(tmp_path, capsys):
+def test_it_is_written_again_when_files_or_rules_change_and_a_copy_is_no_change(tmp_path, capsys):
     source, out = write(tmp_path / "own", {"a.txt": BOOK, "b.txt": "same size 1", "c.txt": "gone"}), tmp_path / "out"
 
     def is_written(**flags) -> bool:
@@ -162,7 +162,7 @@ def test_it_is_written_again_when_files_change_and_a_copy_is_no_change(tmp_path,
     shutil.move(source, tmp_path / "moved")
     shutil.copytree(tmp_path / "moved", source, copy_function=shutil.copyfile)
     assert not is_written()
-    for wrong in ({"files": None}, {"files": []}, {"files": {"a.txt": 5}}):
+    for wrong in ({"rules": None}, {"files": []}, {"files": {"a.txt": 5}}):
         rewrite_json(out / "files.json", **wrong)
         assert is_written()
     write(source, {"b.txt": "same size 2", "d.txt": "new"})
