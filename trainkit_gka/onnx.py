@@ -93,16 +93,13 @@ def quantise(path: Path, out: Path) -> None:
         quantize_dynamic(model, str(temporary), per_channel=True, weight_type=QuantType.QInt8, extra_options=options)
 
 
-def session(path: Path, threads: int = 0):
-    """An onnxruntime session on the CPU; threads 0 = onnxruntime's default, one for each core."""
+def session(path: Path):
+    """An onnxruntime session on the CPU."""
     require()
     import onnxruntime
 
     options = onnxruntime.SessionOptions()
-    options.intra_op_num_threads = threads
     options.log_severity_level = 3  # errors
-    # Without it, threads that wait for work take a core from the code between two calls.
-    options.add_session_config_entry("session.force_spinning_stop", "1")
     return onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
 
 
@@ -128,12 +125,6 @@ def check(path: Path, expected: torch.Tensor, *inputs: torch.Tensor) -> float:
             written.unlink(missing_ok=True)
         raise
     return error
-
-
-def about(session) -> dict[str, Any]:
-    """The facts about the model that `write` stored."""
-    texts = session.get_modelmeta().custom_metadata_map
-    return {key: json.loads(text) for key, text in texts.items() if not key.startswith("onnx.")}  # not the quantiser's
 
 
 def size_mb(paths: Iterable[Path]) -> str:

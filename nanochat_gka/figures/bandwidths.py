@@ -78,15 +78,11 @@ def draw_training(subjects: Sequence[TextSubject], folder: Path) -> list[Figure]
     return [save(folder / "sigma.png", table)]
 
 
-def _over_training(group: Sequence[TextSubject], layer: int) -> np.ndarray:
-    """σ of a layer in every run of a group, at every evaluation, of every head: (runs, E, H)."""
-    return np.array([[sigma[layer] for sigma in subject.history.values()] for subject in group])
-
-
 def _draw_sigma(axis, group: Sequence[TextSubject], layer: int) -> None:
     """The panel of a layer of the runs of one shape."""
     tokens = np.array([*group[0].history]) / 1e6
-    heads = np.moveaxis(_over_training(group, layer), -1, 0)
+    runs = np.array([[sigma[layer] for sigma in subject.history.values()] for subject in group])  # (runs, E, H)
+    heads = np.moveaxis(runs, -1, 0)
     for name, sigma, colour in zip(group[0].head_names(), heads, shades(len(heads))):
         axis.plot(tokens, sigma.mean(0), ".-", color=colour, markersize=5, linewidth=1.2, label=f"head {name}")
         if len(group) > 1:
