@@ -13,6 +13,7 @@ from gka.api import EPS
 from gka.impl.cpu import build
 from gka.masking import Mask
 from gka.testing import Problem, make_features
+from operator_cases import foreign
 
 pytestmark = pytest.mark.skipif(build.obstacle() is not None, reason=str(build.obstacle()))
 attend = partial(gaussian_attention, impl="cpu")
@@ -34,13 +35,10 @@ CASES = [  # queries, keys, mask
 
 
 def problem(queries: int, keys: int | None, mask: Mask, own_values: bool, head_dim: int) -> Problem:
-    def draw(tokens: int, seed: int) -> torch.Tensor:
-        return make_features("normal", (2, tokens, 3, head_dim), seed=seed)
-
-    keys_values = None if keys is None else draw(keys, 1), None if own_values else draw(keys or queries, 2)
-    tensors = dict(zip(("keys", "values"), keys_values), grad_y=draw(queries, 3))
-    eps = float(torch.tensor(EPS)) if keys is None else 0.0
-    return Problem(draw(queries, 0), torch.tensor([0.1, 0.9, 1.7]), mask=mask, eps=eps, **tensors)
+    if keys is not None:
+        return foreign(queries, keys, head_dim, mask, not own_values)
+    fields = dict(with_values=not own_values, mask=mask, eps=float(torch.tensor(EPS)))
+    return Problem.seeded("normal", (2, queries, 3, head_dim), log_sigma=torch.tensor([0.1, 0.9, 1.7]), **fields)
 
 
 def compute(case: Problem) -> dict[str, torch.Tensor]:
