@@ -105,13 +105,6 @@ def test_every_form_window_and_length_is_exact(form, impl):
 
 
 @needs_kernel
-@pytest.mark.parametrize("num_queries,dtype", [(17, torch.float32), (3, torch.float16)])
-def test_what_is_not_for_its_kernel_is_computed_in_another_way(num_queries, dtype):
-    x, log_sigma, cache = draw(num_queries, 40, dtype=dtype)
-    check(x, log_sigma, cache, lengths=[20, 40], impl="cpu")
-
-
-@needs_kernel
 def test_the_norm_of_derived_keys_has_the_norms_own_eps():
     """Values so short that the eps of F.rms_norm decides, and zeros."""
     x, log_sigma, cache = draw(1, 40)

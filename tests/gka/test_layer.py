@@ -244,7 +244,6 @@ def test_in_float32_by_the_fused_kernel_and_traced_by_fx(options):
 
 @pytest.mark.parametrize("settings,error,message", [
     (dict(head_offsets="PX"), ValueError, "head_offsets must be made of the letters N, P, S"),
-    (dict(head_offsets="P2"), ValueError, "head_offsets must be made of the letters N, P, S"),
     (dict(head_offsets=3), ValueError, "head_offsets must be made of the letters N, P, S"),
     (dict(head_offsets="PSNNS"), ValueError, "head_offsets PSNNS has 5 letters but there are 4 heads"),
     (dict(preset="texts"), ValueError, "preset must be text, image or None"),
