@@ -374,27 +374,6 @@ def draw_speedups(frame: pd.DataFrame, path: Path) -> Path:
 # One machine in the terminal
 
 
-def remarks(lines: pd.DataFrame) -> list[str]:
-    """Why candidates have no time, what was timed unlike the others, and whether other processes worked meanwhile."""
-    texts = []
-    failed = lines[lines.status != "ok"]
-    for (candidate, status, reason), places in by(failed, "candidate", "status", "reason"):
-        more = f" and {len(places) - 1} more" if len(places) > 1 else ""
-        texts.append(f"{candidate} {status}: {reason} ({places.case.iloc[0]} {places.phase.iloc[0]}{more})")
-    right = lines[(lines.status == "ok") & lines.role.isin(("ours", "baseline"))]
-    for (case, phase, _), timed in by(right, "case", "phase", "group"):
-        if timed.graphed.any() and not timed.graphed.all():
-            names = ", ".join(timed.candidate[~timed.graphed.astype(bool)])
-            texts.append(f"timed without a CUDA graph: {names} ({case} {phase})")
-    used = lines.elsewhere.fillna(0).groupby(lines.group).max()
-    if disturbed := int((used > QUIET_CORES).sum()):
-        comparisons = f"{disturbed} of these {len(used)} comparisons"
-        texts.append(
-            f"other processes used up to {used.max():.1f} cores during {comparisons}: measure again when quiet"
-        )
-    return texts
-
-
 def show(hardware: str, config: BenchReportConfig) -> None:
     """Print everything of one machine, given by its name or its slug. Raises UserError if it has nothing."""
     wanted, found = slug(with_chip(hardware)), False
@@ -406,8 +385,10 @@ def show(hardware: str, config: BenchReportConfig) -> None:
         found, lines = True, by_size(lines) if name == "deit" else lines
         for table in (table for builder in builders for table in builder(lines)):
             table.show()
-        for text in remarks(lines):
-            console.print(f"- {text}", highlight=False, markup=False)
+        used = lines.elsewhere.fillna(0).groupby(lines.group).max()
+        if disturbed := int((used > QUIET_CORES).sum()):
+            comparisons = f"{disturbed} of these {len(used)} comparisons"
+            console.print(f"other processes used up to {used.max():.1f} cores during {comparisons}: measure again")
     if not found:
         quick = "" if config.quick else " (runs made with --quick count only with --quick)"
         raise UserError(f"{config.results} has no benchmark of {hardware}{quick}; runs.bench.attention makes one")

@@ -10,7 +10,6 @@ entries cost.
 
 import itertools
 import math
-import re
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Literal
@@ -91,8 +90,6 @@ class TuneConfig:
     """Beginnings of the workloads to time, such as forward or keys-d64; empty = all."""
     dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
     """Of the features."""
-    candidates: list[str] = field(default_factory=list)
-    """rows x columns x warps x stages, such as 128x64x8x3, in place of the grid."""
 
 
 def main(config: TuneConfig) -> None:
@@ -100,16 +97,12 @@ def main(config: TuneConfig) -> None:
         if not any(workload.name.startswith(start) for workload in WORKLOADS):
             names = ", ".join(workload.name for workload in WORKLOADS)
             raise UserError(f"--only {start}: no such workload; there are {names}")
-    for text in config.candidates:
-        if not re.fullmatch(r"([1-9]\d*x){3}[1-9]\d*", text):
-            raise UserError(f"--candidates: {text} is not rows x columns x warps x stages, such as 128x64x8x3")
     if not torch.cuda.is_available():
         raise UserError("tuning needs a CUDA device; without one the shipped table is not used either")
     device, dtype = torch.device("cuda", torch.cuda.current_device()), getattr(torch, config.dtype)
-    candidates = [Config(*map(int, text.split("x"))) for text in config.candidates]
     for workload in (one for one in WORKLOADS if not config.only or one.name.startswith(tuple(config.only))):
         print(f"{workload.name}, {config.dtype}, {torch.cuda.get_device_name(device)}")
-        for tiles, timed in tune(workload, candidates or grid(workload.kernel), dtype, device).items():
+        for tiles, timed in tune(workload, grid(workload.kernel), dtype, device).items():
             print(f"    {tuple(tiles)!s:<20} {timed.reason or f'{timed.median_ms:.4f} ms'}", flush=True)
 
 

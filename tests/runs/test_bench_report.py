@@ -27,10 +27,6 @@ def test_the_ratio_is_of_the_faster_baseline_that_is_right(tmp_path):
     ]
     assert ratio_of(tmp_path, *lines) == [1.5]
     assert ratio_of(tmp_path, *lines[1:]) == ratio_of(tmp_path, lines[0]) == []
-    lines[2]["metrics"]["graphed"] = False
-    write(tmp_path, *lines)
-    remarks = report.remarks(frames.bench("attention", tmp_path))
-    assert "timed without a CUDA graph: softmax cudnn (vit-ti forward)" in remarks
 
 
 def test_the_newest_comparison_counts_unless_it_was_quick(tmp_path):
