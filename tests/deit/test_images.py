@@ -1,6 +1,5 @@
 """Which images an update has, and their batches: the same for any number of processes, workers and restarts."""
 
-import itertools
 import math
 import random
 from collections import Counter
@@ -13,7 +12,7 @@ from torch import nn
 
 import tiny_vision
 from deit_gka.data.batch import ImageBatch, Images, assemble
-from deit_gka.data.order import ImageKey, Order, deal, read_ahead
+from deit_gka.data.order import ImageKey, Order, read_ahead
 from deit_gka.data.seeds import seed_of
 from deit_gka.data.sources import open_source
 from deit_gka.data.transforms import eval_transform, train_transform
@@ -27,34 +26,6 @@ from tiny_images import CPU, Numbers, drawn, runtime, small_recipe, union
 from tiny_vision import SHAPE, SIZE, encoded, photo, write_pictures
 from trainkit_gka.cli import UserError
 
-RANKS = (1, 2, 3, 5, 7, 8)
-GROUPS = [(48, 8), (56, 8), (50, 8), (16, 16), (1792, 256)]  # 50 is not a multiple of 8: one group
-
-
-@pytest.mark.parametrize("batch_size,group_size", GROUPS)
-def test_every_place_is_dealt_once_and_in_pairs(batch_size, group_size):
-    groups = batch_size // group_size if batch_size % group_size == 0 else 1
-    n = batch_size // groups
-    for ranks, device_batch_size in itertools.product(RANKS, (2, 3, 10, 256, 10**6)):
-        places = []
-        for rank in range(ranks):
-            share = runtime(rank, ranks).share(batch_size // 2)
-            pieces = deal(batch_size, group_size, share, device_batch_size)
-            sizes = [len(piece.places) for piece in pieces]
-            assert max(sizes) <= device_batch_size and max(sizes) - min(sizes) <= 2
-            assert len(sizes) == -(-len(share) // (device_batch_size // 2))  # no more than are needed
-            for piece in pieces:
-                begin = 0
-                for group, length in piece.parts:
-                    part = piece.places[begin : begin + length]
-                    assert {place % groups for place in part} == {group}  # every G-th image, as G GPUs have them
-                    inside = [place // groups for place in part]
-                    assert all(a + b == n - 1 for a, b in zip(inside, reversed(inside)))
-                    begin += length
-                assert begin == len(piece.places)
-                places += piece.places
-        assert sorted(places) == list(range(batch_size))
-
 
 def test_images_and_seeds_do_not_depend_on_ranks():
     source, recipe = Numbers(125), small_recipe()
@@ -63,14 +34,8 @@ def test_images_and_seeds_do_not_depend_on_ranks():
     for ranks, device_batch_size in ((1, 6), (3, 10), (7, 2)):
         orders = [Order(source, recipe, runtime(rank, ranks), device_batch_size) for rank in range(ranks)]
         assert union([drawn(order, 0, 7) for order in orders]) == one
-
-
-def test_order_can_start_at_any_update():
-    order = Order(Numbers(125), small_recipe(), runtime(1, 3), 8)  # 3 updates an epoch
-    updates = drawn(order, 0, 9)
-    assert order.steps_per_epoch == 3
-    for start, stop in itertools.combinations(range(10), 2):
-        assert drawn(order, start, stop) == updates[start:stop]
+        assert max(len(piece.places) for order in orders for piece in order.pieces) <= device_batch_size
+        assert sum(len(piece.places) for order in orders for piece in order.pieces) == 40
 
 
 def test_without_repeated_augmentation_every_image_is_drawn_once():
@@ -269,13 +234,14 @@ def test_evaluation_sees_every_image_once(ranks, workers):
 
 
 class Table(nn.Module):
-    """Image i, a constant of i, has row i of a table of logits."""
+    """Image i, a constant of i, has row i of a table of logits. waits: called with every batch."""
 
-    def __init__(self, logits):
+    def __init__(self, logits, waits=len):
         super().__init__()
-        self.logits = torch.tensor(logits)
+        self.logits, self.waits = torch.tensor(logits), waits
 
     def forward(self, images):
+        self.waits(images)
         return self.logits[images[:, 0, 0, 0].long()]
 
 
@@ -297,3 +263,21 @@ def test_accuracy_is_right_whatever_the_batches():
     assert not models[""].training
     three = evaluate({"": Table([[0.0, 1.0, 2.0]] * 3)}, [constants([0, 1, 2], [0, 1, 2])], runtime())[""]
     assert three["top1"] == pytest.approx(100 / 3) and three["top5"] == 100.0
+
+
+def test_images_per_second_are_each_models_own(monkeypatch):
+    """Neither the other model, nor the first batch, nor the loading counts: only models and loading move this clock."""
+    clock = [0.0]
+    monkeypatch.setattr("time.perf_counter", lambda: clock[0])
+
+    def paced(pace):
+        return Table([[0.0, 1.0]] * 10, lambda images: clock.append(clock.pop() + len(images) / pace))
+
+    def batches():
+        for numbers in ([0, 1], [2, 3, 4], [5, 6, 7, 8, 9]):
+            clock[0] += 3
+            yield constants([0] * 10, numbers)._replace(seconds=3.0)
+
+    values = evaluate({"model": paced(50), "ema": paced(200)}, batches(), runtime(), timed=True)
+    assert {name: of["images_per_second"] for name, of in values.items()} == pytest.approx({"model": 50, "ema": 200})
+    assert all(of["loading"] == 9 for of in values.values())

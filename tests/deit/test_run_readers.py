@@ -11,7 +11,6 @@ from PIL import Image
 
 import tiny
 from deit_gka import evaluate
-from deit_gka.data.sources import decode
 from deit_gka.data.sources.classes import in_order, numbers_in_model
 from deit_gka.data.transforms import eval_transform
 from deit_gka.model.attention import kind_of
@@ -48,37 +47,6 @@ def test_evaluate_finds_what_the_trainer_found(uninterrupted, pictures, tmp_path
     assert best["ema"]["top1"] == max(record["ema_top1"] for record in events(uninterrupted, "eval"))
 
 
-def test_images_per_second_are_each_models_own(tmp_path, monkeypatch):
-    """On a clock that only models and the loading move: neither counts the other model, its start or the loading."""
-    clock = [0.0]
-    monkeypatch.setattr("time.perf_counter", lambda: clock[0])
-
-    class Paced(torch.nn.Module):
-        """Takes 7 seconds to start, and then 1 second for `pace` images."""
-
-        num_classes, started = 10, False
-
-        def forward(self, images):
-            clock[0] += len(images) / self.pace + 7 * (not self.started)
-            self.started = True
-            return torch.zeros(len(images), 10)
-
-    models = {"model": Paced(), "ema": Paced()}
-    models["model"].pace, models["ema"].pace = 50, 200
-    settings = {"input_size": (SIZE, SIZE), "crop_pct": 1.0}
-    monkeypatch.setattr(evaluate, "load_models", lambda *_: (models, settings, ()))
-
-    def decode_slowly(image):
-        clock[0] += 1 / 25
-        return decode(image)
-
-    monkeypatch.setattr("deit_gka.data.batch.decode", decode_slowly)
-    flags = ["--model", "x", "--pretrained", "--data", "digits", "--device-batch-size", 64]
-    metrics = evaluated(tmp_path, *flags)["metrics"]
-    assert {name: of["images_per_second"] for name, of in metrics.items()} == pytest.approx({"model": 50, "ema": 200})
-    assert all(of["loader_images_per_second"] == pytest.approx(25) for of in metrics.values())
-
-
 @pytest.mark.parametrize("name, more", [
     ("deit_tiny_gka_patch16_224", ["spatial_offsets=LU"]), ("deit_tiny_patch16_224", [])
 ], ids=["ours", "timm's"])  # fmt: skip
@@ -99,6 +67,7 @@ def test_a_hybrid_trains_resumes_exports_and_evaluates(name, more, tmp_path):
     images = torch.randn(2, 3, SIZE, SIZE)
     assert torch.equal(exported(images), model(images))
     assert evaluated(tmp_path, "--run", folder)["metrics"]["model"]["images"] == 599
+    assert "--data" in tiny.refused(evaluate.main, evaluate.EvaluateConfig, "--run", tmp_path / "exported")
 
 
 # What they refuse

@@ -34,62 +34,48 @@ def test_a_group_is_mixed_as_timm_does():
 
 
 class Update:
-    """One update of a small model on digits by some ranks.
+    """One update of a small model on digits, on one process (tests of the trainer have several).
 
-    gradients: what DDP leaves in .grad, the mean over ranks. loss: of the batch. model: as it was; batches: of rank 0.
+    gradients: of the batch. loss: of the batch. model: as it was; batches: of the pieces.
     """
 
-    def __init__(self, ranks=1, device_batch_size=NO_LIMIT, step=0, scale=1.0, dtype=torch.float64, **settings):
+    def __init__(self, device_batch_size=NO_LIMIT, step=0, scale=1.0, dtype=torch.float64, **settings):
         recipe = small_recipe(**{**dict(batch_size=24, group_size=8, drop_path=0.0, amp="float32"), **settings})
-        source, self.mixer, self.loss = open_source("digits", "train"), Mixer(recipe, 10), 0.0
+        source, self.mixer, self.batches = open_source("digits", "train"), Mixer(recipe, 10), []
         torch.manual_seed(1)
         rate = recipe.drop_path_of("tiny")
         self.model = build("deit_tiny_gka_patch16_224", 10, SIZE, drop_path_rate=rate, **SHAPE).to(dtype).train()
-        self.gradients = {name: torch.zeros_like(p) for name, p in self.model.named_parameters()}
-        for rank in reversed(range(ranks)):
-            order = Order(source, recipe, runtime(rank, ranks), device_batch_size)
-            images = Images(source, train_transform(recipe), training=True)
-            units = (images.__getitems__(keys) for keys in order.batches(step, step + 1))
-            self.pieces, self.batches = order.pieces, []
+        order = Order(source, recipe, runtime(), device_batch_size)
+        images = Images(source, train_transform(recipe), training=True)
+        units, self.pieces = map(images.__getitems__, order.batches(step, step + 1)), order.pieces
 
-            def fetch(size, units=units):
-                batch = assemble(units, size)
-                self.batches.append(batch._replace(images=batch.images.to(dtype)))
-                return self.batches[-1]._replace(images=self.batches[-1].images.clone())  # mixed in place
+        def fetch(size):
+            batch = assemble(units, size)
+            self.batches.append(batch._replace(images=batch.images.to(dtype)))
+            return self.batches[-1]._replace(images=self.batches[-1].images.clone())  # mixed in place
 
-            self.model.zero_grad()
-            how = dict(scale=lambda loss: scale * loss, objective=Objective(recipe))
-            how["runtime"] = runtime(rank, ranks)
-            self.loss += accumulate_gradients(self.model, order.pieces, fetch, self.mixer, step, **how).item()
-            assert next(units, None) is None
-            for name, p in self.model.named_parameters():
-                self.gradients[name] += p.grad / ranks
+        how = dict(runtime=runtime(), scale=lambda loss: scale * loss, objective=Objective(recipe))
+        self.loss = accumulate_gradients(self.model, self.pieces, fetch, self.mixer, step, **how).item()
+        assert next(units, None) is None
+        self.gradients = {name: p.grad.clone() for name, p in self.model.named_parameters()}
 
 
 def differ(one, other):
     return any(not torch.equal(one.gradients[name], other.gradients[name]) for name in one.gradients)
 
 
-def test_gradient_does_not_depend_on_pieces_and_ranks():
-    for step, settings in ((0, ((1, 4), (2, NO_LIMIT))), (1, ((3, 6), (5, 2)))):
-        one = Update(step=step)
-        assert all(gradient.norm() > 0 for gradient in one.gradients.values())
-        for ranks, device_batch_size in settings:
-            other = Update(ranks, device_batch_size, step)
-            torch.testing.assert_close(other.gradients, one.gradients)
-            assert other.loss == pytest.approx(one.loss, rel=1e-6)
-
-
-def test_loss_is_soft_cross_entropy():
-    update = Update(group_size=24)
-    (batch,), (piece,) = update.batches, update.pieces
-    images, targets = update.mixer(batch.images, batch.labels, piece.parts, 0)
-    update.model.zero_grad()
-    expected = -(targets * update.model(images).log_softmax(1)).sum() / 24
+@pytest.mark.parametrize("group_size", [24, 8])
+def test_loss_and_gradient_are_those_of_soft_cross_entropy_in_any_pieces(group_size):
+    whole = Update(group_size=group_size)
+    (batch,), (piece,) = whole.batches, whole.pieces
+    images, targets = whole.mixer(batch.images, batch.labels, piece.parts, 0)
+    whole.model.zero_grad()
+    expected = -(targets * whole.model(images).log_softmax(1)).sum() / 24
     expected.backward()
-    assert update.loss == pytest.approx(expected.item(), rel=1e-6)
-    for name, parameter in update.model.named_parameters():
-        torch.testing.assert_close(update.gradients[name], parameter.grad)
+    gradients = {name: parameter.grad for name, parameter in whole.model.named_parameters()}
+    for update in (whole, Update(4, group_size=group_size), Update(10, group_size=group_size)):
+        assert update.loss == pytest.approx(expected.item(), rel=1e-6)
+        torch.testing.assert_close(update.gradients, gradients)
 
 
 def test_stochastic_depth_depends_on_the_update():

@@ -12,7 +12,6 @@ import timm
 import torch
 from safetensors.torch import save_file
 
-import deit_gka.evaluate
 import tiny
 import tiny_vision
 from deit_gka import train as training
@@ -24,7 +23,7 @@ from deit_gka.recipe import Recipe
 from deit_gka.training.config import TrainConfig
 from tiny import one_line_error
 from trainkit_gka.checkpoint import fingerprint
-from vision_runs import GKA, KNOWS_DIGITS, SOFTMAX, VLT, Code, digit_flags, evaluated, micro, newest, train_digits
+from vision_runs import GKA, KNOWS_DIGITS, SOFTMAX, VLT, Code, digit_flags, micro, newest, train_digits
 from vision_runs import train as train_on
 
 # What is taken
@@ -194,14 +193,6 @@ def test_timm_and_transformers_prepare_images_and_name_classes_as_the_run(out, p
     with torch.no_grad():
         expected = model(pixels[None]).softmax(-1)[0].tolist()
     assert answers == pytest.approx({f"class_{number}": p for number, p in enumerate(expected)}, rel=1e-4)
-
-
-def test_an_export_is_evaluated_as_its_run(out, pictures):
-    run, exported = (evaluated(out, "--run", out / name, "--data", pictures)["metrics"] for name in ("run", "exported"))
-    assert run["model"]["images"] == 27
-    assert all(run["model"][key] == exported["exported"][key] for key in ("top1", "top5", "loss", "crop_pct"))
-    argv = ["--run", out / "exported", "--device-type", "cpu"]
-    assert "--data" in tiny.refused(deit_gka.evaluate.main, deit_gka.evaluate.EvaluateConfig, *argv)
 
 
 def test_a_new_run_takes_the_head_by_class_name_and_is_warned_of_another_normalisation(out, tmp_path):
