@@ -15,7 +15,7 @@ from naive_core import naive_task
 from nanochat_gka.core_metric import fetch, published, scoring
 from nanochat_gka.core_metric.bundle import Question, read_tasks
 from nanochat_gka.core_metric.fetch import BundleFlags
-from nanochat_gka.core_metric.published import CORE_SIZES, CORE_TASKS, GPT2_ACCURACY, PAPER_TASKS
+from nanochat_gka.core_metric.published import CORE_SIZES, CORE_TASKS, GPT2_ACCURACY
 from nanochat_gka.core_metric.report import Score, aggregate, centered, show
 from nanochat_gka.core_metric.scoring import batches, judge, likeliest
 from tiny_gpt import SHAPE, VARIANTS, awake
@@ -73,6 +73,7 @@ def test_published_accuracies_give_the_published_core(number):
     scores = scores_of({label: accuracy[number] for label, accuracy in GPT2_ACCURACY.items()})
     name, value, _ = aggregate(scores)
     assert name == "CORE" and value == pytest.approx(published.GPT2_CORE[number], abs=2e-6)  # six printed digits
+    assert aggregate(scores_of(dict.fromkeys(CORE_TASKS, 0.5), most=10_569))[0] == "CORE estimate (max 10569 each)"
     if number == 0:  # accuracies are whole numbers of examples
         assert all(round(round(s.accuracy * s.examples) / s.examples, 6) == s.accuracy for s in scores)
 
@@ -86,20 +87,6 @@ def test_centring_errors_and_the_papers_means():
     one = Score("copa", 0.43, 25, 200)  # 20,000 draws give its error to 0.5 %
     assert one.standard_error == pytest.approx(centered(drawn, 25).std().item(), rel=0.03)
     assert aggregate([one] * 4)[2] == pytest.approx(one.standard_error / 2)
-
-
-NAMES = [
-    (CORE_TASKS, 10**6, "CORE"),
-    (CORE_TASKS, 10569, "CORE estimate (max 10569 each)"),
-    (CORE_TASKS[1:], 10**6, "mean of 21 tasks"),
-    (PAPER_TASKS, 300, "mean of 6 tasks (max 300 each)"),
-    (("copa",), 500, "mean of 1 task"),
-]
-
-
-@pytest.mark.parametrize("labels, most, name", NAMES)
-def test_name_of_the_mean_says_what_is_missing(labels, most, name):
-    assert aggregate(scores_of(dict.fromkeys(labels, 0.5), most))[0] == name
 
 
 def test_the_table_has_our_and_the_published_numbers(capsys):
@@ -131,16 +118,12 @@ COPA, TASK_LIST, BASELINE_TABLE = "eval_data/reasoning/copa.jsonl", "core.yaml",
 OF_A_TASK = [
     (COPA, "", None, "copa cannot be read: .*copa.jsonl"),
     (COPA, "", "\n{oops\n", "copa.jsonl:17"),
-    (COPA, "", '{"choices": ["a"], "gold": 0}', "copa.jsonl:16: query"),
     (COPA, "", '{"query": "q", "choices": ["a"], "gold": 1}', "copa.jsonl:16: .*gold"),
     (COPA, "", '{"query": "q", "choices": "ab", "gold": 0}', "copa.jsonl:16: .*choices"),
-    (COPA, "", '{"query": "q", "choices": ["a"]}', "copa.jsonl:16: gold"),
     (COPA, "", "[" * 200_000, "copa.jsonl:16"),
     (COPA, "", '"' + "a" * 2**20 + '"', "copa.jsonl:16: .*1,048,578 bytes"),
     (TASK_LIST, "multiple_choice", "essay", "icl_task_type 'essay'"),
-    (BASELINE_TABLE, "copa,", "x,", "copa has no random baseline"),
     (BASELINE_TABLE, "copa,,,,,50", "copa,,,,,100", "copa has no random baseline"),
-    (BASELINE_TABLE, "copa,,,,,50", "copa,,,,,nan", "copa has no random baseline"),
 ]
 OF_THE_BUNDLE = [
     (TASK_LIST, "", None, "core.yaml cannot be read"),
@@ -149,12 +132,7 @@ OF_THE_BUNDLE = [
     (TASK_LIST, "reasoning/", "../../", "dataset_uri .*copa.jsonl leads out of"),
     (TASK_LIST, "reasoning/copa.jsonl", '"a\\0"', "dataset_uri .* leads out of"),
     (TASK_LIST, "", "#" * 2**18, r"core.yaml has 26\d,\d+ bytes"),
-    (TASK_LIST, "icl_tasks", "[" * 1000, "core.yaml is not"),
-    (TASK_LIST, "icl_tasks", "icl_tasks: []\nx", "core.yaml is not"),
-    *(
-        (TASK_LIST, "- 0\n", f"- {shots}\n", "core.yaml is not .*num_fewshot")
-        for shots in ("-1", "1.5", ".inf", "true")
-    ),
+    (TASK_LIST, "- 0\n", "- -1\n", "core.yaml is not .*num_fewshot"),
     (BASELINE_TABLE, "Random", "Chance", "Random baseline"),
 ]
 

@@ -192,11 +192,6 @@ def test_weights_follow_from_the_equations(form):
             assert layer.sigma is layer.features is layer.initial_sigma is None
 
 
-def test_head_offsets_are_those_of_the_pattern():
-    first = extract(tiny_model(attention="gka", head_offsets="NPS"), IDS)[0]
-    assert first.value_offsets.tolist() == [0, 1, 0, 0] and first.key_offsets.tolist() == [0, 0, 1, 0]
-
-
 def test_the_default_projection_of_untrained_models_proves_the_weights_too():
     """W_O starts at 0: the mixed heads are compared, before it."""
     model = tiny_model(attention="GA")

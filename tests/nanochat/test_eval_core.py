@@ -6,9 +6,6 @@ import random
 import re
 import shutil
 import signal
-import socket
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -19,7 +16,6 @@ import transformers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 import gpt_runs
-import hub
 import tiny
 import tiny_core
 from naive_core import naive_task
@@ -34,6 +30,7 @@ from tiny import events, final, metrics
 from tiny_core import COUNT
 from tiny_gpt import awake, write_run
 from tiny_pack import rewrite_json
+from trainkit_gka.cli import PassingFault
 from trainkit_gka.progress import read_lines
 
 NAME = "tiny-gka_step000007"
@@ -228,15 +225,10 @@ def test_bad_bundle_is_refused_before_the_first_step(packed, bundle, tmp_path, l
 # Hugging Face's models
 
 LIMIT = 48  # tokens, fewer than tiny_core's longest prompts have
-KINDS = {
-    "gpt2": dict(n_positions=LIMIT, n_embd=32, n_layer=2, n_head=2),
-    "llama": dict(max_position_embeddings=LIMIT, hidden_size=32, intermediate_size=48)
-    | dict(num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2),
-}
 
 
-def write_model(folder: Path, kind: str, embeddings: int = 305) -> torch.nn.Module:
-    """With a byte-level BPE as GPT-2's, trained on tiny_core's words."""
+def write_model(folder: Path, embeddings: int = 305) -> torch.nn.Module:
+    """A small GPT-2 with a byte-level BPE as GPT-2's, trained on tiny_core's words."""
     tokenizer = tokenizers.Tokenizer(models.BPE())
     tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
@@ -246,17 +238,17 @@ def write_model(folder: Path, kind: str, embeddings: int = 305) -> torch.nn.Modu
     tokenizer.train_from_iterator([" ".join(tiny.WORDS)], trainer)
     transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>").save_pretrained(folder)
     torch.manual_seed(0)
-    config = transformers.AutoConfig.for_model(kind, vocab_size=embeddings, initializer_range=0.3, **KINDS[kind])
+    shape = dict(n_positions=LIMIT, n_embd=32, n_layer=2, n_head=2)
+    config = transformers.AutoConfig.for_model("gpt2", vocab_size=embeddings, initializer_range=0.3, **shape)
     model = transformers.AutoModelForCausalLM.from_config(config)
     model.save_pretrained(folder)
     return model.eval()
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_scores_equal_the_naive_scorer_at_any_length(kind, bundle, tmp_path):
+def test_scores_equal_the_naive_scorer_at_any_length(bundle, tmp_path):
     """With a tokenizer as upstream uses it: the library's, and a special token in front."""
     folder, out = tmp_path / "tiny-model", tmp_path / "out"
-    model = write_model(folder, kind)
+    model = write_model(folder)
     assert evaluate(folder, bundle, out, "--batch-tokens", 200, model="--hf-path") == 0
     records = [line for line in read_lines(out / "tiny-model.jsonl") if line["kind"] == "core"]
     scores = {line["config"]["task"]: line["metrics"]["accuracy"] for line in records}
@@ -273,18 +265,6 @@ def test_scores_equal_the_naive_scorer_at_any_length(kind, bundle, tmp_path):
     assert max(lengths) == LIMIT and len(set(scores.values())) > 2
 
 
-def test_a_hub_that_does_not_answer_may_answer_the_next_time(bundle, tmp_path):
-    """Its client waits between its attempts; here it does not wait."""
-    with socket.socket() as silent:
-        silent.bind(("127.0.0.1", 0))
-        env = hub.environment(silent.getsockname()[1]) | {"HF_HOME": str(tmp_path)}
-        flags = ["--hf-path", "some/model", "--bundle", bundle, "--device-type", "cpu"]
-        command = [sys.executable, *hub.impatient("nanochat_gka.eval_core"), *map(str, flags)]
-        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=tiny.HANG_AFTER)
-    assert done.returncode == 75 and "Traceback" not in done.stderr, done.stderr
-    assert done.stderr.splitlines()[-1].startswith("error: --hf-path some/model: no causal language model")
-
-
 NO_MODEL = "no causal language model that can be loaded from safetensors"
 BAD_MODELS = {"nothing": NO_MODEL, "pickled": NO_MODEL, "code": NO_MODEL, "few": "the model has 100 embeddings"}
 
@@ -293,7 +273,7 @@ BAD_MODELS = {"nothing": NO_MODEL, "pickled": NO_MODEL, "code": NO_MODEL, "few":
 def test_models_that_cannot_be_loaded_are_one_line(kind, bundle, tmp_path, capsys):
     """No code that comes with a model is executed, and nothing is unpickled."""
     folder = tmp_path / "model"
-    model = None if kind == "nothing" else write_model(folder, "gpt2", 100 if kind == "few" else 305)
+    model = None if kind == "nothing" else write_model(folder, 100 if kind == "few" else 305)
     if kind == "pickled":
         torch.save(model.state_dict(), folder / "pytorch_model.bin")
         (folder / "model.safetensors").unlink()
@@ -304,3 +284,9 @@ def test_models_that_cannot_be_loaded_are_one_line(kind, bundle, tmp_path, capsy
     assert evaluate(folder, bundle, tmp_path / "out", model="--hf-path") == 2
     error = capsys.readouterr().err
     assert BAD_MODELS[kind] in error and len(error.splitlines()) == 1 and not (folder / "executed").exists()
+
+
+def test_a_hub_that_does_not_answer_may_answer_the_next_time(bundle, tmp_path):
+    """Here its client is told that there is no network."""
+    flags_of_hub = flags("some/model", bundle, tmp_path, model="--hf-path")
+    assert "--hf-path some/model: " in tiny.refused(main, CoreConfig, *flags_of_hub, code=PassingFault.code)

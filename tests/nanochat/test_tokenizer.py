@@ -117,14 +117,11 @@ def test_nanochats_count_of_bytes(tokenizer):
 
 PAIRS = [base64.b64encode(bytes([*pair, 0])).decode() for pair in itertools.product(range(256), repeat=2)]
 UNUSABLE = [  # a field of the file, its new value from the old one, and what the error says
-    ("tokens", lambda tokens: None, "TypeError"),
     ("tokens", lambda tokens: ["*", *tokens], "base64"),
     ("tokens", lambda tokens: [*tokens, tokens[300]], "twice"),
     ("tokens", lambda tokens: tokens[1:], "a byte has none"),
     ("tokens", lambda tokens: tokens[:256] + PAIRS, "65,801 tokens, .* at most 65,536"),
     ("special_tokens", lambda tokens: ["<|eos|>"], "bos"),
-    ("special_tokens", lambda tokens: [*tokens, 1e999], "TypeError"),
-    ("pattern", lambda pattern: "", "pattern"),
     ("pattern", lambda pattern: "(", "pattern"),
 ]
 

@@ -72,12 +72,6 @@ class HubHandler(BaseHTTPRequestHandler):
         self.close_connection = True  # the rest never comes
 
 
-def impatient(module: str) -> list[str]:
-    """The words after `python` that run a module whose hub client does not wait between its attempts."""
-    code = "import runpy, time\ntime.sleep = lambda seconds: None\n"
-    return ["-c", f"{code}runpy.run_module({module!r}, run_name='__main__', alter_sys=True)"]
-
-
 def environment(port: int) -> dict[str, str]:
     """The hub's client talks to this port."""
     hub = {"HF_ENDPOINT": f"http://127.0.0.1:{port}", "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1"}
