@@ -14,13 +14,11 @@ import tiny
 import tiny_vision
 from deit_gka import train as training
 from deit_gka.model.registry import model_name
-from deit_gka.train import Trainer
 from deit_gka.training.config import TrainConfig
 from deit_gka.training.images import best
 from processes import signals_kept
 from tiny import events, final, metrics, steps_of
-from trainkit_gka.cli import run
-from vision_runs import STEPS, STEPS_PER_EPOCH, TRAIN, checkpoint, flags, train, train_digits
+from vision_runs import STEPS, TRAIN, checkpoint, flags, train, train_digits
 
 # What a run leaves
 
@@ -49,23 +47,6 @@ def test_a_run_writes_down_what_it_did(uninterrupted):
     assert {path.name for path in (folder / "checkpoints").iterdir()} == {"step_00000028", "step_00000030"}
     (path,) = (folder / "best").iterdir()
     assert path.name == f"step_{highest['step']:08d}" and not (path / "optimizer.safetensors").exists()
-
-
-def test_the_best_checkpoint_is_the_best_averages(pictures, tmp_path, monkeypatch):
-    planned = {1: (50.0, 60.0), 2: (90.0, 40.0), 3: (10.0, 70.0), 4: (95.0, 70.0), 5: (20.0, 65.0)}
-
-    def numbers(trainer, bar, stop):
-        raw, ema = planned[trainer.state["step"] // STEPS_PER_EPOCH]
-        same = {"top5": 99.0, "loss": 1.0, "images": 27, "broken": 0, "ema_top5": 99.0, "ema_loss": 1.0}
-        return {"top1": raw, "ema_top1": ema, **same}
-
-    monkeypatch.setattr(Trainer, "evaluate", numbers)
-    with signals_kept():
-        for stop in (14, -1):  # continued after the second epoch
-            argv = flags(pictures, tmp_path, "--num-workers", 0, "--stop-after", stop)
-            run(training.main, TrainConfig, [str(flag) for flag in argv])
-    assert [path.name for path in (tmp_path / "run/best").iterdir()] == ["step_00000018"]
-    assert metrics(tmp_path)["best"] == {"metric": "ema_top1", "value": 70.0, "epoch": 3}
 
 
 # What an update does

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounter
 
 import tiny
 from nanochat_gka import accounting
@@ -142,13 +143,8 @@ def test_a_dry_step_holds_and_compiles_what_a_step_does(packed):
     """Where a step has several micro-batches, gradients are in memory from the second one on."""
     data = PackedData(packed / "packed")
     fields = dict(sequence_len=data.sequence_len, vocab_size=data.tokenizer.vocab_size, attention="GA")
-    plain, stream, compiled, seen = awake(shape(**fields)), RowStream(data.split("train"), 42), [], []
-
-    def backend(graph, inputs):
-        compiled.append(len(inputs))
-        return graph.forward
-
-    program = torch.compile(plain, backend=backend, dynamic=False)
+    plain, stream, compiled, seen = awake(shape(**fields)), RowStream(data.split("train"), 42), CompileCounter(), []
+    program = torch.compile(plain, backend=compiled, dynamic=False)
 
     def model(ids, targets, reduction):
         seen.append((len(ids), sum(parameter.grad is not None for parameter in plain.parameters())))
@@ -156,7 +152,7 @@ def test_a_dry_step_holds_and_compiles_what_a_step_does(packed):
 
     memory.dry_step(model, 8, 4, stream.rows.sequence_len, DEVICE)
     plain.zero_grad()
-    graphs = len(compiled)
+    graphs = compiled.frame_count
     accumulate_gradients(model, stream, 0, 8, 4, Runtime(0, 1, DEVICE))
     assert seen == [(4, 0), (4, len(list(plain.parameters())))] * 2
-    assert graphs == len(compiled) > 0
+    assert graphs == compiled.frame_count > 0

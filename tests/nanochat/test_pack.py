@@ -72,20 +72,9 @@ def upstream_rows(paths: list[Path], vocabulary: Tokenizer, capacity: int, count
     """The first rows of nanochat's loader with one process, which begins again when the files have been read."""
     files = (pq.ParquetFile(path) for path in itertools.cycle(paths))
     groups = (file.read_row_group(group).column("text") for file in files for group in range(file.num_row_groups))
-    documents = ([[vocabulary.bos_id, *vocabulary.encode(text)] for text in texts.to_pylist()] for texts in groups)
-    source, buffer, rows = (batch for group in documents for batch in cut(group, 128)), [], []
-    while len(rows) < count:
-        row = []
-        while len(row) < capacity:
-            while len(buffer) < 1000:
-                buffer += next(source)
-            room = capacity - len(row)
-            fitting = [doc for doc in buffer if len(doc) <= room]
-            chosen = max(fitting, key=len) if fitting else min(buffer, key=len)  # both give the first among equals
-            del buffer[next(place for place, doc in enumerate(buffer) if doc is chosen)]
-            row += chosen[:room]
-        rows.append(row)
-    return rows
+    documents = ([vocabulary.encode_document(text) for text in texts.to_pylist()] for texts in groups)
+    rows = best_fit_rows((batch for group in documents for batch in cut(group, 128)), capacity, buffer_size=1000)
+    return [next(rows).tolist() for _ in range(count)]
 
 
 def test_rows_for_evaluation_are_upstreams_and_are_called_so(tmp_path):
