@@ -1,5 +1,6 @@
 """Packed rows to batches: what is read is what was written, every row once an epoch; and bits per byte."""
 
+import json
 import shutil
 from collections import Counter
 from dataclasses import dataclass, field
@@ -56,6 +57,22 @@ def test_damaged_data_is_one_clear_error(packed, tmp_path, damage, message):
     damage(folder)
     with tiny.one_line_error(message):
         PackedData(folder)
+
+
+OF_MANIFEST = ["sequence_len", "tokenizer_sha256", "source", "shards"]
+OF_SHARD = ["name", "split", "rows", "sha256", "documents", "tokens", "upstream_rows"]
+
+
+@pytest.mark.parametrize("field", OF_MANIFEST + OF_SHARD)
+def test_a_field_that_is_missing_or_ill_typed_leads_to_packing_again(packed, tmp_path, field):
+    folder = shutil.copytree(packed / "packed", tmp_path / "packed")
+    for wrong in (None, 1e999, -1, {}, "../x"):
+        content = json.loads((packed / "packed/manifest.json").read_text())
+        part = content if field in OF_MANIFEST else content["shards"][-1]
+        part |= {field: wrong}
+        (folder / "manifest.json").write_text(json.dumps(content))
+        with tiny.one_line_error(REPAIR):
+            PackedData(folder)
 
 
 def test_rows_of_several_shards_follow_each_other_and_targets_are_shifted_by_one(packed, tmp_path):
