@@ -32,7 +32,7 @@ FULL, STEP = "forward+backward", "training"
 SIZES = {"ti": "Ti", "s": "S", "b": "B"}
 PHASES = {FULL: "forward + backward"}
 HEADINGS = ["", "phase", "dtype", "threads", f"{SOFTMAX}, ms", f"{GKA}, ms", "speed-up"]
-WITH_OFFSETS = "the same with head offsets (not the paper's)"
+WITH_OFFSETS = "the model above with head offsets (not the paper's)"
 PRESET = "the same, the preset beside softmax with the preset's additions"
 QUIET_CORES = 0.1  # this much work of other processes disturbs nothing
 
@@ -67,7 +67,7 @@ def operator(lines: pd.DataFrame | None = None) -> list[Table]:
             *row(label(timed.iloc[0]), timed),
             *row("the same against a dense mask", timed[dense | ours]),
             *row("the same against one sequence at a time", one_by_one),
-            *row("the same without lengths", as_ours(timed[plain | softmax])),
+            *row("the case above without lengths", as_ours(timed[plain | softmax])),
         ]
 
     return by_machine(lines, HEADINGS, rows)
@@ -187,7 +187,7 @@ def gpus() -> list[Table]:
         beside = "" if pd.isna(default) else f"{default / ours:.2f}x"
         return [[*cells[:2], *cells[4:], beside] for cells in row(label(timed.iloc[0]), timed)]
 
-    headings = ["", "phase", f"fastest {SOFTMAX}, ms", f"{GKA}, ms", "speed-up", "beside torch's default"]
+    headings = ["", "phase", f"fastest {SOFTMAX}, ms", f"{GKA}, ms", "speed-up", "speed-up over torch's default"]
     return by_machine(lines[lines.threads.isna()], headings, rows)
 
 
