@@ -108,6 +108,16 @@ def pictures(tmp_path_factory):
 
 
 @pytest.fixture
+def figures(monkeypatch):
+    """File name -> the figure that would be written there; nothing is rendered."""
+    from matplotlib.figure import Figure
+
+    drawn = {}
+    monkeypatch.setattr(Figure, "savefig", lambda self, path, **options: drawn.update({path.name: self}))
+    return drawn
+
+
+@pytest.fixture
 def no_compiler():
     """torch.compile finds no C++ compiler in this process."""
     from torch._inductor import config

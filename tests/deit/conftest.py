@@ -3,7 +3,6 @@
 import pytest
 import timm.layers
 import torch
-from matplotlib.figure import Figure
 
 import tiny_vision
 import vision_runs
@@ -21,14 +20,6 @@ def fused(request):
 def images():
     """Two images for `tiny_vit.small`, (2, 3, 32, 32)."""
     return torch.randn(2, 3, 32, 32)
-
-
-@pytest.fixture
-def figures(monkeypatch):
-    """File name -> the figure that would be written there; nothing is rendered."""
-    drawn = {}
-    monkeypatch.setattr(Figure, "savefig", lambda self, path, **options: drawn.update({path.name: self}))
-    return drawn
 
 
 @pytest.fixture

@@ -35,33 +35,6 @@ def test_decoding_in_chunks_is_the_full_pass(variant, window_pattern):
         assert_close(model(ids[:, start:end], context=cache), want[:, end - 1 : end])
 
 
-# A prompt (row of the ids, tokens) joins; all rows grow by so many tokens; -n: row n - 1 leaves, the last replaces it.
-STEPS = [(0, 3), (1, 12), (2, 12), (3, 1), 1, 2, 1, 7, 1, -2, 1, (1, 5), *[1] * 10, -4, 1]
-
-
-@every
-@torch.inference_mode()
-def test_rows_of_different_lengths_are_independent(variant):
-    model = awake(dataclasses.replace(SHAPE, **variant))
-    ids, cache, rows = torch.randint(70, (4, TOKENS)), model.new_cache(4, TOKENS, in_use=0), []
-    want = model(ids)
-    for step in STEPS:
-        if isinstance(step, tuple):
-            row, length = step
-            prompt = model.new_cache(1, length)
-            model(ids[row : row + 1, :length], context=prompt)
-            cache.take(prompt)
-            rows.append(row)
-        elif step < 0:
-            cache.drop(-step - 1)
-            rows[-step - 1] = rows[-1]
-            rows.pop()
-        else:
-            places = [(row, slice(start, start + step)) for row, start in zip(rows, cache.lengths)]
-            got = model(torch.stack([ids[place] for place in places]), context=cache)
-            assert_close(got, torch.stack([want[place] for place in places]))
-
-
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("variant", [VARIANTS[number] for number in (0, 2, 3, 6, 7)], ids=str)
 @torch.inference_mode()

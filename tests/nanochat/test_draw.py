@@ -6,7 +6,6 @@ import json
 import numpy as np
 import pytest
 import torch
-from matplotlib.figure import Figure
 from PIL import Image
 
 import tiny
@@ -52,14 +51,6 @@ def runs(tokenized, tokenizer, tmp_path_factory):
     write_log(made["gka"], 4, 6, 8)
     write_log(made["offsets"], 4, 2, layers=(0, 2))
     return made
-
-
-@pytest.fixture
-def figures(monkeypatch):
-    """File name -> the figure that would be written there; nothing is rendered."""
-    written = {}
-    monkeypatch.setattr(Figure, "savefig", lambda self, path, **options: written.update({path.name: self}))
-    return written
 
 
 def draw(*flags):
