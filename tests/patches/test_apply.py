@@ -128,19 +128,6 @@ def test_lines_go_in_are_shown_and_come_out(project, source):
     assert files(tree) == before
 
 
-@pytest.mark.parametrize("kind", ["bare", "unpacked"])
-def test_a_bare_repository_and_a_folder_are_sources(project, source, unpacked, kind):
-    origin = source.parent / kind
-    if kind == "bare":
-        git(source, "clone", "-q", "--bare", source, origin)
-    call(project, "vendor", src=origin)
-    assert "already there" in call(project, "vendor", src=origin)
-    call(project, "apply")
-    assert b"import new" in files(project / "vendor" / "small")["lib/model.py"]
-    call(project, "reverse")
-    assert files(project / "vendor" / "small") == files(source)
-
-
 def test_other_sources_and_trees_are_refused(project, source, unpacked):
     (unpacked / "train.py").write_text("else\n")
     assert "its train.py is not that of" in call(project, "vendor", src=unpacked, code=2)
@@ -198,22 +185,26 @@ def test_users_own_changes_stay(project, source, action, path):
 
 
 def test_the_users_git_and_its_settings_change_nothing_and_stay_unchanged(project, source, unpacked):
-    """As in a hook, where git sets variables that name another repository."""
+    """From every kind of source; as in a hook, where git sets variables that name another repository."""
     settings = "[diff]\n noprefix\n context = 0\n external = false\n[apply]\n whitespace = fix\n[color]\n ui = always\n"
     settings += "[core]\n autocrlf = true\n hooksPath = /nowhere\n[commit]\n gpgsign = true\n"
-    mine = source.parent / "mine"
+    mine, bare = source.parent / "mine", source.parent / "bare"
+    git(source, "clone", "-q", "--bare", source, bare)
     mine.mkdir()
     git(mine, "init", "-q")
     (mine / "a").write_text("a")
     head = commit(mine)
     (project.parent / ".gitconfig").write_text(settings)
     hook = {"GIT_DIR": str(mine / ".git"), "GIT_INDEX_FILE": str(mine / ".git" / "index")}
-    for origin in (unpacked, source):
+    for origin in (unpacked, source, bare):
         call(project, "vendor", src=origin, **hook)
+        assert "already there" in call(project, "vendor", src=origin, **hook)
         call(project, "apply", **hook)
         call(project, "diff", HOME="/nowhere", **hook)  # an external diff is the user's choice
         assert git(mine, "rev-parse", "HEAD").strip() == head and git(mine, "status", "--porcelain") == ""
         assert files(project / "vendor" / "small")["lib/model.py"].decode() == PATCHED
+        call(project, "reverse", **hook)
+        assert files(project / "vendor" / "small") == files(source)
         shutil.rmtree(project / "vendor")
 
 

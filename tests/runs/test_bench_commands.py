@@ -92,6 +92,15 @@ def test_the_parts_of_a_step_are_counted_and_every_number_of_threads_has_a_file(
     assert "remainder" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("path", configs.PATHS)
+def test_a_path_is_switched_for_the_length_of_a_call(path):
+    device = torch.device(DEVICE)
+    taken = configs.table_of(device).takes(path)
+    name, switch = attention.switched(path, device)
+    assert switch(lambda: configs.table_of(device).takes(path))() == (not taken) == ("without" not in name)
+    assert configs.table_of(device).takes(path) == taken
+
+
 # Tuning: every candidate is held to the error budget with its own tiles, then timed in turns
 
 SMALL = [Workload(kernel, "1x20x2x32cw8nv") for kernel in ("forward", "queries", "keys")]

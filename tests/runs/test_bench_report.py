@@ -7,6 +7,7 @@ from gka.impl.cpu import build
 from runs import frames
 from runs.bench import error, report
 from runs.bench.operators import FULL
+from runs.bench.program import result_file
 from trainkit_gka import cli
 from trainkit_gka.progress import read_lines
 
@@ -37,6 +38,12 @@ def test_the_newest_comparison_counts_unless_it_was_quick(tmp_path):
     assert ratio_of(tmp_path, *lines) == [3.0] and ratio_of(tmp_path, *lines, quick=True) == [2.0]
     write(tmp_path / "quick", *lines[4:])
     assert frames.bench("attention", tmp_path / "quick").empty
+
+
+def test_hardware_has_a_file_of_its_own(tmp_path):
+    named = {"NVIDIA H200": "nvidia-h200", "Intel(R) Xeon(R), 16 threads": "intel-xeon-16-threads"}
+    files = [result_file(tmp_path, "attention", hardware).name for hardware in named]
+    assert files == [f"bench_attention_{slug}.jsonl" for slug in named.values()]
 
 
 def test_a_gpu_is_held_to_the_fastest_attention_and_to_torchs_default():

@@ -7,7 +7,9 @@ import time
 from types import SimpleNamespace
 
 import pytest
+import tyro
 
+from nanochat_gka.model.config import ModelFlags
 from runs.demo import __main__ as demo
 from runs.demo import language, vision
 from runs.jobs import Job, SideBySide
@@ -65,6 +67,12 @@ def test_a_failing_command_ends_all_with_its_last_line_and_code(tmp_path, capfd)
         SideBySide(jobs, 2).run()
     assert stopped.value.code == 2 and jobs[1].process.poll() is not None
     assert capfd.readouterr().err.startswith("error: it failed\n")
+
+
+def test_the_papers_form_is_trained_beside_ours():
+    forms = {name: tyro.cli(ModelFlags, args=variant.flags) for name, variant in language.VARIANTS.items()}
+    assert (forms["gka-paper"].gka_values, forms["gka-paper"].head_offsets) == ("rotated", "")
+    assert (forms["gka-offsets"].gka_values, forms["gka-offsets"].head_offsets) == ("unrotated", "PS")
 
 
 @pytest.mark.parametrize("slower, steps, epochs", [(0.5, 400, 50), (2, 80, 10), (50, 40, 5)])

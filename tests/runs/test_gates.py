@@ -13,7 +13,7 @@ from gka import testing
 from gka.impl.cpu import build
 from gka.masking import Mask
 from runs.bench import baselines, deit, gpt, models
-from runs.bench.models import TRAINING
+from runs.bench.models import EAGER, TRAINING
 from runs.bench.operators import FORWARD, FULL, Case, gate, operators
 from trainkit_gka.compiling import BLOCKS
 from trainkit_gka.distributed import setup
@@ -45,6 +45,17 @@ def test_every_operator_of_a_cpu_passes_its_gate(text, dtype, monkeypatch):
         for name, operator in candidates.items():
             if not any(absent in name for absent in ABSENT):
                 assert gate(operator, case, phase, CPU) is None, name
+
+
+def test_bfloat16_is_compared_with_both_dtypes_of_softmax_and_a_window_with_blocks():
+    candidates = operators(Case.parse("2x70x2x16cw7n"), CPU, torch.bfloat16, FULL)
+    softmax = {name: each.dtype for name, each in candidates.items() if each.role == "baseline"}
+    kernels = ["softmax dense mask", "softmax products", "softmax blocks of 64"]
+    assert softmax == {**dict.fromkeys(kernels, torch.bfloat16)} | {
+        f"{name}, float32": torch.float32 for name in kernels
+    }
+    assert {each.dtype for each in candidates.values() if each.family == "gka"} == {torch.bfloat16}
+    assert "softmax blocks of 64" not in operators(Case.parse("2x70x2x16cn"), CPU, torch.float32, FULL)
 
 
 def test_products_leave_out_what_the_mask_hides():
@@ -104,21 +115,29 @@ def test_the_gate_stops_what_is_wrong(family):
     assert name in judge(lambda y, other: y + (other - other.detach()).sum() * 0.01)
 
 
-@pytest.mark.parametrize("phase", [TRAINING, gpt.PREFILL, "decode-8"])
-@pytest.mark.parametrize(
-    "kind, dtype",
-    [("softmax", "float32"), ("gka", "float32"), ("gka-preset", "bfloat16"), ("softmax-preset", "float32")],
-)
-def test_the_gate_of_a_whole_language_model_stops_what_is_wrong(kind, dtype, phase):
-    candidate = language(kind, dtype, phase)
+LANGUAGE = [("softmax", "float32"), ("gka", "float32"), ("gka-preset", "bfloat16"), ("softmax-preset", "float32")]
+WHOLE = [(language, *one, phase) for one in LANGUAGE for phase in (TRAINING, gpt.PREFILL, "decode-8")]
+WHOLE += [(vision, "gka", "float32", deit.INFERENCE), (vision, "gka", "bfloat16", TRAINING)]
+WHOLE += [(vision, deit.UNFUSED, "float32", TRAINING), (vision, deit.SOFTMAX_UNFUSED, "bfloat16", TRAINING)]
+
+
+@pytest.mark.parametrize("build, kind, dtype, phase", WHOLE)
+def test_the_gate_of_a_whole_model_stops_what_is_wrong(build, kind, dtype, phase):
+    candidate = build(kind, dtype, phase)
     assert candidate.gate() is None
-    place = ("decoder", "network")[phase in (TRAINING, gpt.PREFILL)]
-    right, factor = getattr(candidate, place), 1.001 if dtype == "float32" else 1.1
-    changed = lambda *arguments: factor * right(*arguments)  # noqa: E731
-    if place == "decoder":
-        changed = lambda rows: (None, lambda n: factor * right(rows)[1](n))  # noqa: E731
-    setattr(candidate, place, changed)
-    assert "is off by 1.0e-0" in candidate.gate()
+    place = "decoder" if phase == "decode-8" else "network"
+    right, factor = getattr(candidate, place), {language: 1.001, vision: 1.01}[build] if dtype == "float32" else 1.1
+
+    def wrong(*arguments, **options):
+        answer = right(*arguments, **options)
+        return (None, lambda n: factor * answer[1](n)) if place == "decoder" else factor * answer
+
+    setattr(candidate, place, wrong)
+    assert "is off by" in candidate.gate()
+
+
+def gradient_of(one):
+    return models.gradient(one.model, lambda: one.model(one.subject.inputs, one.subject.targets))
 
 
 @pytest.mark.parametrize("kind, programs", [("gka", 3), (models.HELD, 4), ("vision", 1)])
@@ -135,19 +154,19 @@ def test_blocks_are_compiled_one_by_one_and_those_that_are_alike_once(kind, prog
 
 def test_of_a_large_gradient_a_sample_is_judged(monkeypatch):
     one = language("gka")
-    every = models.gradient(one.model, lambda: one.model(one.subject.inputs, one.subject.targets))
+    every = gradient_of(one)
     monkeypatch.setattr(models, "MOST_JUDGED", 1000)
-    some = models.gradient(one.model, lambda: one.model(one.subject.inputs, one.subject.targets))
+    some = gradient_of(one)
     assert 500 < len(some) < 1500 and torch.isin(some, every).all()
 
 
 def test_attention_matters_in_the_timed_model():
     """Another bandwidth is another gradient."""
     one = language("gka")
-    before = models.gradient(one.model, lambda: one.model(one.subject.inputs, one.subject.targets))
+    before = gradient_of(one)
     with torch.no_grad():
         one.model.transformer.h[0].attn.log_sigma -= 1
-    after = models.gradient(one.model, lambda: one.model(one.subject.inputs, one.subject.targets))
+    after = gradient_of(one)
     assert testing.error(after, before) > 0.01
 
 
@@ -162,21 +181,15 @@ def test_candidates_of_one_kind_share_weights_and_leave_them_as_they_are(build):
     assert all(map(torch.equal, before, single.subject.model.parameters()))
 
 
-@pytest.mark.parametrize(
-    "kind, phase, dtype",
-    [
-        ("gka", deit.INFERENCE, "float32"),
-        ("gka", TRAINING, "bfloat16"),
-        (deit.UNFUSED, TRAINING, "float32"),
-        (deit.SOFTMAX_UNFUSED, TRAINING, "bfloat16"),
-    ],
-)
-def test_the_gate_of_a_whole_vision_model_stops_what_is_wrong(kind, phase, dtype):
-    candidate = vision(kind, dtype, phase)
-    assert candidate.gate() is None
-    right = candidate.network
-    candidate.network = lambda images: (1.01 if dtype == "float32" else 1.1) * right(images)
-    assert "is off by" in candidate.gate()
+def test_eager_models_are_timed_beside_compiled_ones_on_a_cpu_but_do_not_decode_twice():
+    config = gpt.GPTBenchConfig(dtypes=["float32"], skip=["preset"])
+    both = models.keys_of(gpt.KINDS, config, "default", CPU)
+    assert {key.mode for key in both} == {"", EAGER} and not [key for key in both if "preset" in key.kind]
+    assert {key.mode for key in models.keys_of(gpt.KINDS, config, "off", CPU)} == {""}
+    modes = {phase: [key.mode for key in both if gpt.takes_part(key, phase, "float32")] for phase in gpt.PHASES}
+    assert modes == {
+        TRAINING: ["", EAGER] * 3, gpt.PREFILL: ["", EAGER] * 2, "decode-1": [""] * 4, "decode-8": [""] * 4
+    }  # fmt: skip
 
 
 def test_the_unfused_model_is_the_papers_formula_and_gives_the_fused_models_logits(monkeypatch):
