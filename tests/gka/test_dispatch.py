@@ -2,12 +2,13 @@
 
 from dataclasses import dataclass, replace
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from gka import decode_attention, gaussian_attention, select_impl, testing
-from gka.dispatch import IMPLEMENTATIONS, find, why_not
+from gka.dispatch import IMPLEMENTATIONS, _preferred, find, why_not
 from gka.masking import Mask
 from gka.options import Options, gaussian_request
 from gka.request import OPTIONS, PADDING_AND_MASKS
@@ -23,6 +24,17 @@ def features(dtype=torch.float32, head_dim=SIZE, tokens=9):
 
 def sigma(dtype=torch.float32):
     return torch.zeros(2, dtype=dtype if dtype == torch.float64 else torch.float32)
+
+
+def test_what_auto_prefers_on_a_device_is_declared_fused_there():
+    """Or tests of accuracy and benchmarks, which iterate the declarations, would leave it out in silence."""
+    for device, preferred in (("cpu", {"cpu", "sdpa"}), ("cuda", {"triton", "flex", "sdpa"})):
+        request = SimpleNamespace(
+            x=SimpleNamespace(is_cuda=device == "cuda", device=torch.device(device)), lengths=None,
+            key_padding_mask=None, mask=Mask(window=2), constant_norm=True,
+        )  # fmt: skip
+        assert set(_preferred(request)) == preferred
+        assert preferred == {name for name, one in IMPLEMENTATIONS.items() if device in one.SERVES.fused_on}
 
 
 @pytest.mark.parametrize("impl", IMPLS)

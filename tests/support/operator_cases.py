@@ -63,18 +63,18 @@ def check(
     testing.check(partial(gaussian_attention, **options), problem, constant_norm=constant_norm)
 
 
-def foreign(
-    num_queries, num_keys, head_dim, mask, with_values, with_gradients=True, dtype=torch.float32, kind="normal"
-):
+def foreign(num_queries, num_keys, head_dim, mask, with_values, dtype=torch.float32, kind="normal") -> Problem:
     """A problem of two sequences and two heads whose keys are not its queries."""
+    problem = Problem.seeded(kind, (2, num_keys, 2, head_dim), dtype, with_values=with_values, mask=mask)
+    return of_other_queries(problem, num_queries, kind)
 
-    def draw(tokens: int, seed: int, kind: str = "normal") -> torch.Tensor:
-        return testing.make_features(kind, (2, tokens, 2, head_dim), dtype, seed)
 
-    tensors = dict(keys=draw(num_keys, 3, kind), values=draw(num_keys, 1) if with_values else None)
-    grad_y = draw(num_queries, 2) if with_gradients else None
-    log_sigma = testing.make_log_sigma(2, head_dim)
-    return Problem(draw(num_queries, 0, kind), log_sigma, mask=mask, grad_y=grad_y, **tensors)
+def of_other_queries(problem: Problem, num_queries: int, kind="normal") -> Problem:
+    """The problem whose keys are the features of this one."""
+    batch, _, *heads = problem.x.shape
+    shape, dtype = (batch, num_queries, *heads), problem.x.dtype
+    x, grad_y = testing.make_features(kind, shape, dtype, 3), testing.make_features("normal", shape, dtype, 4)
+    return replace(problem, x=x, keys=problem.x, grad_y=grad_y)
 
 
 # Models with the layer
@@ -105,12 +105,7 @@ def problem_of(form, shape, impl, dtype=torch.float32, mask=testing.FULL, num_qu
     problem = Problem.seeded("normal", shape, dtype, with_values=with_values, mask=mask, eps=eps)
     if dtype == torch.float64:
         problem = replace(problem, log_sigma=problem.log_sigma.double())
-    if not other_keys:
-        return problem
-    batch, num_keys, *heads = shape
-    shape = (batch, num_queries or num_keys, *heads)
-    x, grad_y = (testing.make_features("normal", shape, dtype, seed) for seed in (3, 4))
-    return replace(problem, x=x, keys=problem.x, grad_y=grad_y)
+    return of_other_queries(problem, num_queries or shape[1]) if other_keys else problem
 
 
 def boundaries(lengths) -> torch.Tensor:
