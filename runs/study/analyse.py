@@ -163,6 +163,11 @@ class Study:
         return (form, *place) in self.cells
 
     @property
+    def has_many(self) -> bool:
+        """Whether there are sizes and budgets enough for curves."""
+        return len(self.places) > 3
+
+    @property
     def longest(self) -> Place:
         """The longest training of four layers in which the preset and CONTROL have several seeds."""
         places = [place for place in self.places if place[0] == LONGEST[0]]
@@ -187,8 +192,8 @@ class Study:
         """The form's loss minus the baseline's, for each seed of both.
 
         At equal FLOPs or time the baseline's loss is the best that it reaches, at any depth, for as much or less.
-        Between budgets it is on the parabola through them. None if the baseline's budgets enclose the cost at no depth:
-        only much cheaper trainings would be left for it.
+        Between budgets it is on the parabola through them. None unless three of the baseline's budgets enclose the cost
+        at some depth: only much cheaper trainings would be left for it, or a chord, on which its loss is too high.
         """
         ours = self.at(form, place).loss
         if axis == TOKENS:
@@ -199,7 +204,7 @@ class Study:
             sizes = [self.cost(baseline, one, axis) for one in curve]
             if not sizes or not min(sizes) <= size:
                 continue
-            encloses = encloses or size <= ALIKE * max(sizes)
+            encloses = encloses or (len(sizes) > 2 and size <= ALIKE * max(sizes))
             losses = pd.concat([self.at(baseline, one).loss for one in curve], axis=1).dropna()
             at_size = [read_curve(sizes, row, min(size, max(sizes))) for row in losses.to_numpy()]
             there = (ours - pd.Series(at_size, losses.index, dtype=float)).dropna()
@@ -314,7 +319,7 @@ def longest(study: Study) -> Table:
     rows, place = [], study.longest
     speeds = study.speeds.get(place[0], {})
     for form in ("softmax", CONTROL, PAPER, "GKA + offsets", HALF_VE, "GGGA + offsets", *CONTENDERS):
-        if not (study.has(form, place) and study.has(CONTROL, place)):
+        if not (study.has_many and study.has(form, place) and study.has(CONTROL, place)):
             continue
         ours, control = study.at(form, place), study.at(CONTROL, place)
         ways = [study.over(form, CONTROL, place, axis) if form != CONTROL else "+0.000" for axis in AXES]
@@ -337,12 +342,12 @@ def forms(study: Study) -> Table:
     for form in FRONT:
         if not (place := next((place for place in COMPARED if study.has(form, place)), None)):
             continue
-        cells = ["0"] * len(HEADINGS) if form == CONTROL else compared(study, form, CONTROL)
+        cells = ["0"] * len(COMPARED) if form == CONTROL else compared(study, form, CONTROL)[:-1]
         counts = [study.at(one, place).parameters.iloc[0] for one in (form, CONTROL)]
         shares = [counts[0] / counts[1], speeds.get(CONTROL, math.nan) / speeds.get(form, math.nan)]
         costs = ["" if math.isnan(share) else f"{share:.2f}x" for share in shares]
         rows.append([plain_name(form), *cells, *costs])
-    return Table.of(["", *HEADINGS, "parameters", "time of a step"], rows)
+    return Table.of(["", *HEADINGS[:-1], "parameters", "time of a step"], rows)
 
 
 def preset(study: Study) -> Table:
@@ -471,7 +476,7 @@ TABLES: dict[str, Callable[[Path], list[Table]]] = {
     "sizes": of_every_text(sizes),
     "differences": of_every_text(differences),
     "differences-longer": of_every_text(differences_longer),
-    "longest": of_every_text(longest),
+    "longest": of_every_text(longest, titled=False),
     "counts": of_every_text(counts, titled=False),
     "forms": lambda folder: [forms(study) for path, study in texts(folder).items() if path.stem == PUBLIC],
     "preset": of_every_text(preset, titled=False),
@@ -613,12 +618,11 @@ def draw(folder: Path, pictures: Path) -> None:
     """All pictures that there are rows for; of texts with few sizes and budgets, only how the forms compare."""
     pictures.mkdir(parents=True, exist_ok=True)
     for path, study in texts(folder).items():
-        has_many = len(study.places) > 3
-        if has_many and any(form == CONTROL for form, _, _ in study.cells):
+        if study.has_many and any(form == CONTROL for form, _, _ in study.cells):
             draw_budgets(study, path.stem, pictures / f"study-budgets-{path.stem}.png")
-        if has_many and study.speeds:
+        if study.has_many and study.speeds:
             draw_time(study, path.stem, pictures / f"study-time-{path.stem}.png")
-        if has_many and study.has(PRESET, study.longest):
+        if study.has_many and study.has(PRESET, study.longest):
             draw_quality(study, path.stem, pictures / f"quality-{path.stem}.png")
         if any(place[0] == 2 and study.has(MEAN, place) for place in study.places):
             draw_longer(study, path.stem, pictures / f"study-longer-{path.stem}.png")
