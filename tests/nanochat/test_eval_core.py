@@ -228,7 +228,7 @@ LIMIT = 48  # tokens, fewer than tiny_core's longest prompts have
 
 
 def write_model(folder: Path, embeddings: int = 305) -> torch.nn.Module:
-    """A small GPT-2 with a byte-level BPE as GPT-2's, trained on tiny_core's words."""
+    """A small Llama with a byte-level BPE as GPT-2's, trained on tiny_core's words."""
     tokenizer = tokenizers.Tokenizer(models.BPE())
     tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
@@ -238,8 +238,9 @@ def write_model(folder: Path, embeddings: int = 305) -> torch.nn.Module:
     tokenizer.train_from_iterator([" ".join(tiny.WORDS)], trainer)
     transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>").save_pretrained(folder)
     torch.manual_seed(0)
-    shape = dict(n_positions=LIMIT, n_embd=32, n_layer=2, n_head=2)
-    config = transformers.AutoConfig.for_model("gpt2", vocab_size=embeddings, initializer_range=0.3, **shape)
+    shape = dict(max_position_embeddings=LIMIT, hidden_size=32, intermediate_size=48)
+    shape |= dict(num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)
+    config = transformers.AutoConfig.for_model("llama", vocab_size=embeddings, initializer_range=0.3, **shape)
     model = transformers.AutoModelForCausalLM.from_config(config)
     model.save_pretrained(folder)
     return model.eval()

@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 
 import tiny
 from nanochat_gka import evaluate, export
+from nanochat_gka.data.tokenizer import EXPORTED_NAME, Tokenizer
 from nanochat_gka.generation.engine import Engine
 from nanochat_gka.generation.sampling import SAMPLE_PROMPTS, Sampling
 from nanochat_gka.hf import GKAForCausalLM
@@ -19,7 +20,7 @@ from nanochat_gka.model import onnx as language
 from nanochat_gka.model.checkpoints import load
 from tiny_gpt import SHAPE, awake, write_run
 from trainkit_gka import onnx
-from trainkit_gka.cli import run
+from trainkit_gka.cli import UserError, run
 
 
 def exported(trained, out, *more):
@@ -101,6 +102,14 @@ def test_foreign_and_damaged_folders_are_refused(changes, message, trained, tmp_
             GKAForCausalLM.from_pretrained(out)
 
 
+def test_another_models_tokenizer_is_refused(trained, tokenizer, tmp_path):
+    out = exported(trained, tmp_path / "out")
+    (out / "checksums.json").unlink()
+    Tokenizer.train(tiny.documents(50, 9), 290).save(out, EXPORTED_NAME)
+    with tiny.one_line_error(f"the model beside it {tokenizer.vocab_size}: it belongs to another model"):
+        load(out)
+
+
 def test_evaluate_asks_what_nanochat_asks(trained, tokenizer, tmp_path):
     def samples(*more):
         flags = ["--run", trained[0], "--eval", "sample", "--results", tmp_path / "bpb.jsonl", "--device-type", "cpu"]
@@ -148,3 +157,11 @@ def test_export_writes_onnx_that_prefills_and_decodes_as_torch(tokenized, tokeni
             logits.append(one)
         torch.testing.assert_close(torch.cat(logits, 1), expected, rtol=1e-5, atol=1e-5)
     assert [tuple(t.shape) for t in past] == [(3, 21, 4, 16)] * 5  # one of the gka layer without value embeddings
+
+
+@needs_onnx
+def test_onnx_that_differs_from_the_model_does_not_stay(tmp_path, monkeypatch):
+    monkeypatch.setattr(onnx, "LARGEST_ERROR", 0.0)
+    with pytest.raises(UserError, match=r"differed from the model .* and was deleted"):
+        language.write(awake(dataclasses.replace(SHAPE, n_layer=1)).eval(), tmp_path, {})
+    assert not list(tmp_path.iterdir())
