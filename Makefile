@@ -4,12 +4,12 @@
 ## Settings, as NAME=value
 ##   BASE=out                   folder of all outputs
 ##   CORPUS=fineweb             or builtin, or a file or folder of .txt, .md, .jsonl, .json, .parquet
-##                              (pretrain-small and study: builtin)
+##                              (default of pretrain-small and study: builtin)
 ##   COLUMN=text                the column or field of your own files that is the text
 ##   SHARDS=170                 number of FineWeb-Edu shards to download (100 MB each)
-##   VOCAB=32768                tokens in the vocabulary (pretrain-small and study: 4096)
-##   SEQ=2048                   tokens in a row (pretrain-small and study: 512)
-##   DEPTH=20                   layers of a language model (demo and pretrain-small: 4)
+##   VOCAB=32768                tokens in the vocabulary (default of pretrain-small and study: 4096)
+##   SEQ=2048                   tokens in a row (default of pretrain-small and study: 512)
+##   DEPTH=20                   layers of a language model (default of demo and pretrain-small: 4)
 ##   NGPU=number                processes; default: one for each visible GPU
 ##   NNODES=1 RDZV=host:port    number of machines with NGPU processes each, and the address where they meet
 ##   RESTARTS=0                 how many times a crashed training is restarted
@@ -254,7 +254,7 @@ eval-deit: check $(ENV)  ## compute top-1 and top-5 of a run on its validation i
 # Hours:     about 24 on 7 RTX 5090 of 32 GB, an estimate: 4.6 softmax and as much VLT, 7.8 GKA, 7 the hybrid
 # Expected:  top-1 72.2 softmax (Q K V O), 73.5 VLT (Q K O), 71.54 GKA (O); not run here yet
 # The last model is ours: GKA in three layers of four and softmax in the fourth, which the paper leaves to later work.
-ablate-projections: check $(ENV)  ## train softmax, VLT, GKA and a hybrid at size Ti: the paper's ablation
+ablate-projections: check $(ENV)  ## train softmax, VLT and GKA at size Ti, the paper's ablation, and a hybrid of ours
 	$(TRAIN_VIT) --model deit_tiny_patch16_224 $(FLAGS)
 	$(TRAIN_VIT) --model deit_tiny_vlt_patch16_224 $(FLAGS)
 	$(TRAIN_VIT) --model deit_tiny_gka_patch16_224 $(FLAGS)

@@ -17,12 +17,12 @@ EXAMPLES = {str(path): blocks for path in tracked(".md") if (blocks := page_bloc
 
 @pytest.fixture(scope="module")
 def checkout(trained, tmp_path_factory):
-    """A folder with the files that the pages assume: the demo's run (here a tiny one) and its exports."""
+    """A folder with the files that the pages assume: a run of make pretrain-small (here a tiny one) and its exports."""
     root, (run, _) = tmp_path_factory.mktemp("checkout"), trained
-    runs = root / "out/demo/runs"
+    runs = root / "out/runs"
     runs.mkdir(parents=True)
-    (runs / "d4-gka-offsets-400").symlink_to(run)
-    export.main(export.ExportConfig(run=run, out=runs / "d4-gka-offsets-400-export"))
+    (runs / "d4-preset").symlink_to(run)
+    export.main(export.ExportConfig(run=run, out=runs / "d4-preset-export"))
     if not any(importlib.util.find_spec(name) is None for name in NEEDS["docs/hugging-face.md"]):
         export.main(export.ExportConfig(run=run, out=root / "out/d4-gka", onnx=True))
     return root
