@@ -1,4 +1,4 @@
-"""Parameters and FLOPs of built models; tests/runs/test_paper_tables.py has the paper's figures."""
+"""Parameters and FLOPs of built models; tests/runs/test_tables.py has the paper's figures."""
 
 import pytest
 import timm

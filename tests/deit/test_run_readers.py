@@ -21,8 +21,9 @@ from tiny import events
 from tiny_images import write
 from tiny_vision import MICRO, SHAPE, SIZE, call, encoded
 from trainkit_gka.checkpoint import save as save_checkpoint
-from trainkit_gka.cli import UserError
+from trainkit_gka.cli import UserError, run
 from trainkit_gka.exports import CONFIG, WEIGHTS
+from trainkit_gka.progress import read_lines
 from vision_runs import EVALUATE, EXPORT, STEPS, TRAIN, Code, checkpoint, evaluated, micro, save_run
 
 METRICS = ("top1", "top5", "loss", "images")
@@ -45,6 +46,22 @@ def test_evaluate_finds_what_the_trainer_found(uninterrupted, pictures, tmp_path
     best = evaluated(tmp_path, "--data", pictures, "--run", path, "--best", "--weights", "ema")["metrics"]
     assert best.keys() == {"ema"}
     assert best["ema"]["top1"] == max(record["ema_top1"] for record in events(uninterrupted, "eval"))
+
+
+def test_the_rate_of_loading_is_that_of_all_workers(tmp_path, monkeypatch):
+    """600 images took 12 seconds of three workers."""
+    model, settings = torch.nn.Identity(), {"input_size": (SIZE, SIZE), "crop_pct": 1.0}
+    model.num_classes = 10
+    counts = {"top1": 50.0, "top5": 90.0, "loss": 1.0, "images": 600, "broken": 0}
+    counts |= {"images_per_second": 80.0, "loading": 12.0}
+    monkeypatch.setattr(evaluate, "load_models", lambda *_: ({"model": model}, settings, ()))
+    monkeypatch.setattr(evaluate, "evaluation_batches", lambda *_: (batch for batch in ()))
+    monkeypatch.setattr(evaluate, "evaluate", lambda *_, **__: {"model": counts})
+    monkeypatch.setattr(evaluate.workers, "worker_context", lambda *_: None)
+    flags = ["--model", "x", "--pretrained", "--data", "digits", "--device-type", "cpu", "--num-workers", "3"]
+    run(evaluate.main, evaluate.EvaluateConfig, [*flags, "--results", str(tmp_path / "eval.jsonl")])
+    [line] = read_lines(tmp_path / "eval.jsonl")
+    assert line["metrics"]["model"]["loader_images_per_second"] == 600 / (12 / 3)
 
 
 @pytest.mark.parametrize("name, more", [

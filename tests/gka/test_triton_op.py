@@ -1,9 +1,10 @@
-"""The Triton kernels as torch operators and as an implementation: registration and refusals."""
+"""The Triton kernels as torch operators and as an implementation: registration, refusals, tiles."""
 
 import pytest
 import torch
 
 from gka import gaussian_attention
+from gka.impl.triton.configs import TABLES
 from gka.testing import make_log_sigma
 from operator_cases import DEVICE, features
 
@@ -32,3 +33,9 @@ def test_without_a_gpu_it_says_so(monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET")
     with pytest.raises(ValueError, match="the Triton kernels run on NVIDIA GPUs, got cpu"):
         gaussian_attention(torch.zeros(1, 4, 2, 16), torch.zeros(2), impl="triton")
+
+
+def test_large_tiles_of_an_h100_have_16_rows_for_each_warp():
+    """With 8, on an H200, a float32 kernel wrote outside its memory."""
+    for key, config in TABLES["sm_90"].entries.items():
+        assert config.rows < 64 or config.rows >= 16 * config.warps, key

@@ -157,6 +157,13 @@ def test_a_run_of_another_configuration_fills_no_cell(tmp_path):
     assert not any(measured.language_run(model, runs) for model in measured.RECIPES)
 
 
+def test_a_run_from_before_a_flag_had_its_default(tmp_path):
+    line = vision_line("DeiT-S")
+    del line["config"]["three_augment"]
+    write_lines(tmp_path / "results.jsonl", line)
+    assert cells(2, tmp_path)["DeiT-S", "Top-1 (%)"][1] == "71.25"
+
+
 def test_core_has_differences_with_standard_errors_of_each_columns_examples(tmp_path):
     lines = {model: language_line(model) for model in measured.RECIPES}
     write_lines(tmp_path / "results.jsonl", *lines.values())

@@ -183,6 +183,7 @@ BYTES = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         ("0::/\n", {"cpu.max": "250000 100000\n"}, 3, BYTES),  # as a container sees itself
         ("0::/pod/box\n", {"pod/cpu.max": "200000 100000", "pod/box/cpu.max": "max 100000"}, 2, BYTES),
         ("1:cpu,cpuacct:/b\n0::/\n", {"cpu,cpuacct/b/cpu.cfs_quota_us": "400000"}, 4, BYTES),
+        ("1:cpu,cpuacct:/b\n", {"cpu,cpuacct/b/cpu.cfs_quota_us": "-1"}, 8, BYTES),  # without a limit
         ("0::/a/b\n", {"a/b/memory.max": "max", "a/memory.max": "4194304"}, 8, 4194304),
         ("7:memory:/c\n", {"memory/c/memory.limit_in_bytes": "2097152"}, 8, 2097152),
     ],
