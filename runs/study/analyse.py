@@ -165,7 +165,7 @@ class Study:
     @property
     def has_many(self) -> bool:
         """Whether there are sizes and budgets enough for curves."""
-        return len(self.places) > 3
+        return len(self.places) > 4
 
     @property
     def longest(self) -> Place:
@@ -342,12 +342,12 @@ def forms(study: Study) -> Table:
     for form in FRONT:
         if not (place := next((place for place in COMPARED if study.has(form, place)), None)):
             continue
-        cells = ["0"] * len(COMPARED) if form == CONTROL else compared(study, form, CONTROL)[:-1]
+        cells = ["0"] * len(HEADINGS) if form == CONTROL else compared(study, form, CONTROL)
         counts = [study.at(one, place).parameters.iloc[0] for one in (form, CONTROL)]
         shares = [counts[0] / counts[1], speeds.get(CONTROL, math.nan) / speeds.get(form, math.nan)]
         costs = ["" if math.isnan(share) else f"{share:.2f}x" for share in shares]
         rows.append([plain_name(form), *cells, *costs])
-    return Table.of(["", *HEADINGS[:-1], "parameters", "time of a step"], rows)
+    return Table.of(["", *HEADINGS, "parameters", "time of a step"], rows)
 
 
 def preset(study: Study) -> Table:
