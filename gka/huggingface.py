@@ -61,8 +61,8 @@ def use_gka(
         if all(isinstance(getattr(layer, name, None), nn.Linear) for name in names)
     ]
     if not layers:
-        names = " or ".join(", ".join(names) for names in PROJECTIONS)
-        raise ValueError(f"no attention layer of the model has {names}: it is another kind, or has GKA already")
+        wanted = " or ".join(", ".join(names) for names in PROJECTIONS)
+        raise ValueError(f"no attention layer of the model has {wanted}: it is another kind, or has GKA already")
     changes = []  # all of them are checked before the model is changed
     for path, layer, names in layers:
         widths = {getattr(layer, name).in_features for name in names} | {getattr(layer, names[0]).out_features}
