@@ -14,7 +14,7 @@
 ##   NNODES=1 RDZV=host:port    number of machines with NGPU processes each, and the address where they meet
 ##   RESTARTS=0                 how many times a crashed training is restarted
 ##   RUN=folder                 the run to evaluate, sample, export or draw; default: BASE/runs/dDEPTH-gka, for -base
-##                              targets BASE/runs/dDEPTH-softmax, for figures the demo's runs
+##                              targets BASE/runs/dDEPTH-softmax, for figures the demo's runs, for report all
 ##   DATA=folder                images in train/ and val/; or hf:NAME, hf-stream:NAME, wds:FOLDER, digits, cifar10
 ##   MODEL=name                 any model of timm, in place of the target's default
 ##   IMAGE=file TEXT='...'      the image and the text that figures and report draw
