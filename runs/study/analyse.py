@@ -359,7 +359,7 @@ def preset(study: Study) -> Table:
 
 
 def without_ve(study: Study) -> Table:
-    """Forms without value embeddings, as a model has them that takes the layer."""
+    """Forms without value embeddings, which models of other libraries do not have."""
     ours, place = "GKA + offsets + channels + gates", COMPARED[0]
     rows = [
         [form, study.loss(form, place), study.over(form, ours, place)]

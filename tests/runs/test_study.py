@@ -107,6 +107,8 @@ def test_at_equal_flops_the_baselines_best_is_read_from_a_parabola():
     assert list(study.difference("GKA", CONTROL, (2, 2**21), FLOPS)) == pytest.approx([1.0, 1.0])
     dearer = Study([*curve, *ours, *better], {}).difference("GKA", CONTROL, (2, 2**21), FLOPS)
     assert list(dearer) == pytest.approx(list(read))
+    two_budgets = [one for one in curve if one["trial"]["tokens"] != 2**21]
+    assert Study([*two_budgets, *ours], {}).difference("GKA", CONTROL, (2, 2**21), FLOPS).empty
     far = [row("GKA", (2, 2**21), seed, 2.0, 100.0) for seed in (0, 1)]
     assert Study([*curve, *far], {}).difference("GKA", CONTROL, (2, 2**21), FLOPS).empty
     assert study.cost("GKA", (2, 2**21), TIME) == 2**21 and math.isnan(study.cost("softmax", (2, 2**21), TIME))
